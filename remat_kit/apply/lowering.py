@@ -1,0 +1,76 @@
+"""From a policy, which is data, to the callable that `jax.checkpoint` asks about every operation.
+
+The callable is itself a frozen value: equal policies are equal callables, so nothing is traced twice for the same policy.
+"""
+
+from dataclasses import dataclass
+from typing import assert_never
+
+from jax import lax
+from jax.extend.core import Primitive
+
+from remat_kit import _jax
+from remat_kit.errors import PolicyError
+from remat_kit.policy import Action, ByKind, Cheap, Kind, Named, Remat, Rule, Smaller, matches
+
+HOST_MEMORY_KIND = "pinned_host"
+
+_MATMULS = (lax.dot_general_p, lax.conv_general_dilated_p, lax.ragged_dot_general_p)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPolicy:
+    """What `jax.checkpoint(policy=…)` takes: asked for each operation, it answers save, offload or recompute.
+
+    Attributes:
+        rules: The policy's rules; the last one that matches an operation decides, none = recompute.
+    """
+
+    rules: tuple[Rule, ...]
+
+    def __call__(self, primitive: Primitive, *avals: object, **params: object) -> object:
+        for rule in reversed(self.rules):
+            verdict = _verdict(rule, primitive, params)
+            if verdict is not None:
+                return verdict
+        return _jax.RECOMPUTE
+
+
+def lower_policy(policy: Remat) -> CheckpointPolicy | None:
+    """Lowers a policy to what `jax.checkpoint` takes; `full` is None, as in JAX."""
+    return CheckpointPolicy(policy.rules) if policy.rules else None
+
+
+def _verdict(rule: Rule, primitive: Primitive, params: dict[str, object]) -> object | None:
+    match rule:
+        case Named(action, patterns):
+            name = params.get("name") if primitive.name == "name" else None
+            hit = isinstance(name, str) and any(matches(pattern, name) for pattern in patterns)
+            return _named_verdict(action) if hit else None
+        case ByKind(Kind.DOTS):
+            return _jax.SAVEABLE if primitive in _MATMULS else None
+        case ByKind(Kind.DOTS_NO_BATCH):
+            return _jax.SAVEABLE if _is_unbatched_dot(primitive, params) else None
+        case ByKind() | Smaller() | Cheap():
+            raise PolicyError(f"the rule {rule} can't be applied yet; use names, dots or dots_no_batch.")
+        case _:
+            assert_never(rule)
+
+
+def _named_verdict(action: Action) -> object:
+    match action:
+        case Action.SAVE:
+            return _jax.SAVEABLE
+        case Action.OFFLOAD:
+            return _jax.offloadable("device", HOST_MEMORY_KIND)
+        case Action.RECOMPUTE:
+            return _jax.RECOMPUTE
+        case _:
+            assert_never(action)
+
+
+def _is_unbatched_dot(primitive: Primitive, params: dict[str, object]) -> bool:
+    if primitive is not lax.dot_general_p:
+        return False
+    (_, (left_batch, right_batch)) = params["dimension_numbers"]  # type: ignore[misc]
+    return not left_batch and not right_batch

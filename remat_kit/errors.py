@@ -1,0 +1,51 @@
+"""The errors that remat-kit raises, all under one root.
+
+Every leaf also subclasses the builtin that a caller would expect, so `except ValueError` keeps working. A message says what was
+given, what is allowed and what to do; `nearest` words the near miss. Exit codes of the CLI: bad input is 2, a row that could
+not be measured is 1.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class RematKitError(Exception):
+    """Root of every error that remat-kit raises on purpose."""
+
+
+class PolicyError(RematKitError, ValueError):
+    """A policy or plan text, or a name in it, that means nothing here."""
+
+
+class TargetError(RematKitError, ValueError):
+    """A target that is unknown, malformed, or lacks what the step asks for."""
+
+
+class StepError(RematKitError, ValueError):
+    """A step factory, its options, or the step it returned breaks the step contract."""
+
+
+class BudgetError(RematKitError, ValueError):
+    """A memory budget that is malformed or out of range."""
+
+
+class CompileError(RematKitError, RuntimeError):
+    """The target's compiler, or the worker that runs it, failed on a valid question."""
+
+
+def nearest(given: str, allowed: Iterable[str]) -> str:
+    """Words the near miss of a mistyped word.
+
+    Args:
+        given: What the user wrote.
+        allowed: The words that would have been right.
+
+    Returns:
+        `" Did you mean 'x'?"` with a leading space, or the empty string when nothing is near.
+
+    Example:
+        >>> nearest("ful", ["full", "none"])
+        " Did you mean 'full'?"
+    """
+    close = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
