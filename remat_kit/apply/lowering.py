@@ -6,7 +6,6 @@ The callable is itself a frozen value: equal policies are equal callables, so no
 from dataclasses import dataclass
 from typing import assert_never
 
-from jax import lax
 from jax.extend.core import Primitive
 
 from remat_kit import _jax
@@ -15,7 +14,7 @@ from remat_kit.policy import Action, ByKind, Cheap, Kind, Named, Remat, Rule, Sm
 
 HOST_MEMORY_KIND = "pinned_host"
 
-_MATMULS = (lax.dot_general_p, lax.conv_general_dilated_p, lax.ragged_dot_general_p)
+_MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_matmul", "scaled_dot_general")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ def _verdict(rule: Rule, primitive: Primitive, params: dict[str, object]) -> obj
             hit = isinstance(name, str) and any(matches(pattern, name) for pattern in patterns)
             return _named_verdict(action) if hit else None
         case ByKind(Kind.DOTS):
-            return _jax.SAVEABLE if primitive in _MATMULS else None
+            return _jax.SAVEABLE if primitive.name in _MATMULS else None
         case ByKind(Kind.DOTS_NO_BATCH):
             return _jax.SAVEABLE if _is_unbatched_dot(primitive, params) else None
         case ByKind() | Smaller() | Cheap():
@@ -70,7 +69,7 @@ def _named_verdict(action: Action) -> object:
 
 
 def _is_unbatched_dot(primitive: Primitive, params: dict[str, object]) -> bool:
-    if primitive is not lax.dot_general_p:
+    if primitive.name != "dot_general":
         return False
     (_, (left_batch, right_batch)) = params["dimension_numbers"]  # type: ignore[misc]
     return not left_batch and not right_batch
