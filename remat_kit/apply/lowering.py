@@ -1,8 +1,10 @@
 """From a policy, which is data, to the callable that `jax.checkpoint` asks about every operation.
 
-The callable is itself a frozen value: equal policies are equal callables, so nothing is traced twice for the same policy.
+The callable is itself a frozen value, and `lower_policy` gives the same object for equal policies: JAX caches what it traced by
+the identity of the callable, so nothing is traced twice for the same policy.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -17,7 +19,7 @@ HOST_MEMORY_KIND = "pinned_host"
 _MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_matmul", "scaled_dot_general")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class CheckpointPolicy:
     """What `jax.checkpoint(policy=…)` takes: asked for each operation, it answers save, offload or recompute.
 
@@ -35,6 +37,7 @@ class CheckpointPolicy:
         return _jax.RECOMPUTE
 
 
+@functools.cache
 def lower_policy(policy: Remat) -> CheckpointPolicy | None:
     """Lowers a policy to what `jax.checkpoint` takes; `full` is None, as in JAX."""
     return CheckpointPolicy(policy.rules) if policy.rules else None
