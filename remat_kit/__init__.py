@@ -1,12 +1,42 @@
-"""remat-kit: choose, check and apply rematerialization policies for JAX and Flax, with the target's own compiler."""
+"""remat-kit: choose, check and apply rematerialization policies for JAX and Flax, with the target's own compiler.
 
-from remat_kit.apply.function import remat
-from remat_kit.apply.linen import remat_module
-from remat_kit.errors import BudgetError, CompileError, PolicyError, RematKitError, StepError, TargetError
-from remat_kit.grammar import parse_plan, parse_policy
-from remat_kit.policy import Plan, Policies, Policy, StackPlan
-from remat_kit.presets import resolve
-from remat_kit.step import Knobs, Stack, Step
+Names are imported when first used, so that asking for a policy's text or the command line's help does not wait for JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from remat_kit.apply.function import remat
+    from remat_kit.apply.linen import remat_module
+    from remat_kit.errors import BudgetError, CompileError, PolicyError, RematKitError, StepError, TargetError
+    from remat_kit.grammar import parse_plan, parse_policy
+    from remat_kit.policy import Plan, Policies, Policy, StackPlan
+    from remat_kit.presets import resolve
+    from remat_kit.step import Knobs, Stack, Step
+    from remat_kit.verbs.compare import compare
+
+_MODULES = {
+    "BudgetError": "errors",
+    "CompileError": "errors",
+    "Knobs": "step",
+    "Plan": "policy",
+    "Policies": "policy",
+    "Policy": "policy",
+    "PolicyError": "errors",
+    "RematKitError": "errors",
+    "Stack": "step",
+    "StackPlan": "policy",
+    "Step": "step",
+    "StepError": "errors",
+    "TargetError": "errors",
+    "compare": "verbs.compare",
+    "parse_plan": "grammar",
+    "parse_policy": "grammar",
+    "remat": "apply.function",
+    "remat_module": "apply.linen",
+    "resolve": "presets",
+}
 
 __all__ = [
     "BudgetError",
@@ -22,9 +52,20 @@ __all__ = [
     "Step",
     "StepError",
     "TargetError",
+    "compare",
     "parse_plan",
     "parse_policy",
     "remat",
     "remat_module",
     "resolve",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'remat_kit' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"remat_kit.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

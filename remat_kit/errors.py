@@ -25,6 +25,10 @@ class StepError(RematKitError, ValueError):
     """A step factory, its options, or the step it returned breaks the step contract."""
 
 
+class FactoryError(StepError):
+    """The user's step factory raised an error of its own; the message carries its last own frame."""
+
+
 class BudgetError(RematKitError, ValueError):
     """A memory budget that is malformed or out of range."""
 

@@ -136,6 +136,8 @@ class CompareRow:
         flops: Of the whole step.
         recompute_flops: flops - flops of the same step with policy none.
         inherent_recompute_flops: What the step recomputes whatever the policy.
+        baseline_flops: flops of the same step with policy none.
+        recompute_fraction: recompute_flops / baseline_flops.
         floor_s: flops / peak FLOP/s + host bytes / host rate: a lower bound, not a prediction.
         is_best: Least floor among the rows of its target that fit.
         compile_s: Seconds of the XLA compile.
@@ -161,6 +163,8 @@ class CompareRow:
     flops: int | None = None
     recompute_flops: int | None = None
     inherent_recompute_flops: int | None = None
+    baseline_flops: int | None = None
+    recompute_fraction: float | None = None
     floor_s: float | None = None
     is_best: bool = False
     compile_s: float | None = None

@@ -1,0 +1,109 @@
+"""What goes to the worker process and what comes back, and how a step factory is named, sent and found.
+
+A factory is `module:function` where it can be imported, and cloudpickle bytes where it can't (a notebook, `__main__`): those travel
+over the pipe to our own worker only, never through a file.
+"""
+
+import base64
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cloudpickle
+
+from remat_kit.errors import StepError, nearest
+from remat_kit.records import CompiledStep, StepTrace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One row to measure.
+
+    Attributes:
+        factory: `module:function`, or `pickle:` and base64 of a cloudpickled factory.
+        options: Pairs of option and text, for the factory.
+        policy: Text of the plan.
+        target: Text of the target.
+        targets_file: TOML file with more targets, None = only ours.
+        xla: Pairs of compiler option and value.
+        cache_dir: Folder of the compile cache; None = no cache.
+    """
+
+    factory: str
+    options: tuple[tuple[str, str], ...] = ()
+    policy: str
+    target: str
+    targets_file: str | None = None
+    xla: tuple[tuple[str, str], ...] = ()
+    cache_dir: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A measured row.
+
+    Attributes:
+        trace: Of the step under the policy.
+        baseline: Of the same step without rematerialization.
+        compiled: What the compiler said.
+        notes: From the factory.
+    """
+
+    trace: StepTrace
+    baseline: StepTrace
+    compiled: CompiledStep
+    notes: tuple[str, ...] = ()
+
+
+def spell_factory(factory: str | Callable[..., object]) -> str:
+    """Names a factory so that another process finds it.
+
+    Raises:
+        StepError: A text that is not `module:function`.
+    """
+    if isinstance(factory, str):
+        module, separator, function = factory.partition(":")
+        if not (module and separator and function):
+            raise StepError(f"{factory!r} does not name a step factory: write module:function, like models:gpt2_small.")
+        return factory
+    name = f"{factory.__module__}:{getattr(factory, '__qualname__', '')}"
+    if factory.__module__ != "__main__" and _is_importable(name, factory):
+        return name
+    return "pickle:" + base64.b64encode(cloudpickle.dumps(factory)).decode()
+
+
+def load_factory(spelled: str) -> Callable[..., object]:
+    """Finds the factory that `spell_factory` named.
+
+    Raises:
+        StepError: There is no such module or function; the message names the near miss.
+    """
+    module_name, _, path = spelled.partition(":")
+    if module_name == "pickle":
+        return cloudpickle.loads(base64.b64decode(path))
+    try:
+        found = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise StepError(f"importing {module_name!r} failed: it needs the module {error.name!r}, which is not installed.") from error
+        raise StepError(f"no module {error.name!r} for step {spelled!r}; looked in {_search_path()}.") from None
+    for part in path.split("."):
+        if not hasattr(found, part):
+            public = [name for name in vars(found) if not name.startswith("_")]
+            raise StepError(f"{module_name!r} has no {path!r}.{nearest(path, public)}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise StepError(f"{spelled!r} is a {type(found).__name__}, not a step factory f(policies, devices, **options).")
+    return found
+
+
+def _search_path() -> str:
+    return "the current folder and the installed packages" if "" in sys.path or "." in sys.path else "the installed packages"
+
+
+def _is_importable(name: str, factory: object) -> bool:
+    try:
+        return load_factory(name) is factory
+    except StepError:
+        return False
