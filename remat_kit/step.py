@@ -91,3 +91,57 @@ class Step:
         names = [stack.name for stack in self.stacks]
         if len(set(names)) < len(names):
             raise StepError(f"two stacks have one name: {', '.join(names)}.")
+
+    @classmethod
+    def from_jit(
+        cls,
+        jitted: Any,
+        *args: Any,
+        stacks: tuple[Stack, ...] = (),
+        roles: Any = (),
+        knobs: Knobs = Knobs(),  # noqa: B008 (frozen)
+    ) -> "Step":
+        """Wraps a training step that is already jitted; donation and static arguments are taken from it.
+
+        Args:
+            jitted: What `jax.jit` returned.
+            *args: What it is called with: arrays or `jax.ShapeDtypeStruct`s, and its static arguments.
+            stacks: See `Step`; without any, only the policy `none` can be asked for.
+            roles: See `Step`, for the arguments that are not static.
+            knobs: See `Step`.
+
+        Raises:
+            StepError: `jitted` is not a jitted function.
+
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> step = Step.from_jit(jax.jit(jnp.add, donate_argnums=0), jnp.ones(3), jnp.ones(3))
+            >>> step.donate
+            (0,)
+        """
+        if not hasattr(jitted, "trace"):
+            raise StepError(f"from_jit takes what jax.jit returned, not {type(jitted).__name__}: wrap it as jax.jit(step, donate_argnums=0).")
+        abstract = tuple(jax.tree.map(_abstract, argument) for argument in args)
+        infos = jitted.trace(*abstract).args_info[0]
+        dynamic = tuple(position for position, argument in enumerate(abstract) if len(infos) == len(args) or _has_arrays(argument))
+        donate = tuple(number for number, info in enumerate(infos) if any(leaf.donated for leaf in jax.tree.leaves(info)))
+
+        def call(*given: Any) -> Any:
+            by_position = dict(zip(dynamic, given, strict=True))
+            return jitted(*(by_position.get(position, argument) for position, argument in enumerate(abstract)))
+
+        taken = tuple(abstract[position] for position in dynamic)
+        return cls(fn=call, args=taken, donate=donate, stacks=stacks, roles=roles, knobs=knobs)
+
+
+def _abstract(leaf: Any) -> Any:
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        return leaf
+    sharding = getattr(leaf, "sharding", None)
+    meshed = sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
+    kept = sharding if isinstance(leaf, jax.ShapeDtypeStruct) else meshed
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=kept)
+
+
+def _has_arrays(argument: Any) -> bool:
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(argument))
