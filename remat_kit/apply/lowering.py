@@ -5,8 +5,10 @@ the identity of the callable, so nothing is traced twice for the same policy.
 """
 
 import functools
+import math
+import sys
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Any, assert_never
 
 from jax.extend.core import Primitive
 
@@ -17,6 +19,7 @@ from remat_kit.policy import Action, ByKind, Cheap, Kind, Named, Remat, Rule, Sm
 HOST_MEMORY_KIND = "pinned_host"
 
 _MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_matmul", "scaled_dot_general")
+_KERNELS = ("pallas_call", "triton_kernel_call", "ffi_call", "dot_product_attention_fwd_wrapper", "dot_product_attention_fp8_fwd_wrapper")
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -31,7 +34,7 @@ class CheckpointPolicy:
 
     def __call__(self, primitive: Primitive, *avals: object, **params: object) -> object:
         for rule in reversed(self.rules):
-            verdict = _verdict(rule, primitive, params)
+            verdict = _verdict(rule, primitive, avals, params)
             if verdict is not None:
                 return verdict
         return _jax.RECOMPUTE
@@ -43,7 +46,7 @@ def lower_policy(policy: Remat) -> CheckpointPolicy | None:
     return CheckpointPolicy(policy.rules) if policy.rules else None
 
 
-def _verdict(rule: Rule, primitive: Primitive, params: dict[str, object]) -> object | None:
+def _verdict(rule: Rule, primitive: Primitive, avals: tuple[Any, ...], params: dict[str, Any]) -> object | None:
     match rule:
         case Named(action, patterns):
             name = params.get("name") if primitive.name == "name" else None
@@ -53,8 +56,15 @@ def _verdict(rule: Rule, primitive: Primitive, params: dict[str, object]) -> obj
             return _jax.SAVEABLE if primitive.name in _MATMULS else None
         case ByKind(Kind.DOTS_NO_BATCH):
             return _jax.SAVEABLE if _is_unbatched_dot(primitive, params) else None
-        case ByKind() | Smaller() | Cheap():
+        case ByKind(Kind.KERNELS):
+            return _jax.SAVEABLE if is_kernel(primitive.name) else None
+        case ByKind(Kind.WEIGHTS):
             raise PolicyError(f"the rule {rule} can't be applied yet; use names, dots or dots_no_batch.")
+        case Smaller(max_bytes):
+            return _jax.SAVEABLE if _output_bytes(primitive, avals, params) <= max_bytes else None
+        case Cheap(max_flops_per_byte):
+            flops = _operation_flops(primitive, avals, params)
+            return _jax.RECOMPUTE if flops <= max_flops_per_byte * _output_bytes(primitive, avals, params) else None
         case _:
             assert_never(rule)
 
@@ -71,8 +81,33 @@ def _named_verdict(action: Action) -> object:
             assert_never(action)
 
 
-def _is_unbatched_dot(primitive: Primitive, params: dict[str, object]) -> bool:
+def _is_unbatched_dot(primitive: Primitive, params: dict[str, Any]) -> bool:
     if primitive.name != "dot_general":
         return False
-    (_, (left_batch, right_batch)) = params["dimension_numbers"]  # type: ignore[misc]
+    _, (left_batch, right_batch) = params["dimension_numbers"]
     return not left_batch and not right_batch
+
+
+def is_kernel(primitive_name: str) -> bool:
+    """Whether an operation is attention or another custom kernel, opaque to the compiler."""
+    return primitive_name.lstrip("_").removesuffix("_p") in _KERNELS
+
+
+def _output_bytes(primitive: Primitive, avals: tuple[Any, ...], params: dict[str, Any]) -> int:
+    outputs, _ = primitive.abstract_eval(*avals, **params)
+    shaped = outputs if primitive.multiple_results else (outputs,)
+    return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in shaped)
+
+
+def _operation_flops(primitive: Primitive, avals: tuple[Any, ...], params: dict[str, Any]) -> int:
+    """FLOPs of one operation: matmuls by their shapes, kernels as if infinitely many, the rest one for each output element."""
+    if is_kernel(primitive.name):
+        return sys.maxsize
+    if primitive.name == "dot_general":
+        ((contracted, _), _) = params["dimension_numbers"]
+        outputs, _ = primitive.abstract_eval(*avals, **params)
+        return 2 * math.prod(outputs.shape) * math.prod(avals[0].shape[axis] for axis in contracted)
+    outputs, _ = primitive.abstract_eval(*avals, **params)
+    shaped = outputs if primitive.multiple_results else (outputs,)
+    each = 2 * math.prod(avals[1].shape[1:]) if primitive.name in _MATMULS else 1
+    return each * sum(math.prod(aval.shape) for aval in shaped)
