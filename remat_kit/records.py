@@ -33,7 +33,7 @@ class KernelUse:
 
     Attributes:
         name: `cudnn_attention`, `splash_attention`, or the primitive's name for one that we don't know.
-        phase: `forward` or `backward`.
+        phase: `forward`, `recompute` or `backward`.
         count: Calls in a step, loop lengths included.
         flops: Priced FLOPs of all calls per device; None = unknown kernel.
     """
@@ -54,7 +54,9 @@ class StepTrace:
         num_remat_regions: `jax.checkpoint` regions in the program, a loop's body counted once.
         names: Named values, in order of appearance.
         kernels: Custom kernels.
-        dtypes: dtype names that matmuls, convolutions and kernels read.
+        dtypes: Names of the floating dtypes that matmuls, convolutions and kernels read.
+        num_devices: Devices that the step runs on.
+        notes: What could not be counted exactly.
     """
 
     flops: int
@@ -63,6 +65,8 @@ class StepTrace:
     names: tuple[NamedValue, ...]
     kernels: tuple[KernelUse, ...]
     dtypes: tuple[str, ...]
+    num_devices: int = 1
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

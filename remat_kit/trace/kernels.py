@@ -1,0 +1,117 @@
+"""Kernels that no matmul of the program shows: which they are and what they cost.
+
+In: an equation. Out: `Kernel` with the FLOPs of one call (None = unknown). Attention is priced by its matmuls: two forward, five
+backward (the scores are formed again); where splash splits its backward, the dq kernel has three and the dkv kernel four. A causal
+mask is half the square, a window the part of the square that it covers. Other Pallas kernels are priced by their `cost_estimate`.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+CUDNN_ATTENTION = "cudnn_attention"
+SPLASH_ATTENTION = "splash_attention"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """A kernel call.
+
+    Attributes:
+        name: `cudnn_attention`, `splash_attention`, or what the program calls it.
+        flops: Of one call, for the shapes as written; None = unknown.
+    """
+
+    name: str
+    flops: int | None
+
+
+def kernel_of(eqn: Any) -> Kernel | None:
+    """Recognises a kernel call, None for any other equation."""
+    name = eqn.primitive.name
+    if name in _CUDNN_MATMULS:
+        return Kernel(name=CUDNN_ATTENTION, flops=_cudnn_flops(eqn))
+    if name in _PALLAS:
+        return _pallas(eqn)
+    if name in _OPAQUE:
+        called = eqn.params.get("call_target_name") or eqn.params.get("name") or name
+        return Kernel(name=str(called), flops=None)
+    return None
+
+
+# Matmuls over the query-key head size and over the value head size.
+_CUDNN_MATMULS = {
+    "dot_product_attention_fwd_wrapper": (1, 1),
+    "dot_product_attention_bwd_wrapper": (3, 2),
+    "dot_product_attention_fp8_fwd_wrapper": (1, 1),
+    "dot_product_attention_fp8_bwd_wrapper": (3, 2),
+}
+_PALLAS = ("pallas_call", "mpmd_map", "core_map")
+_OPAQUE = ("ffi_call", "custom_call", "tpu_custom_call", "triton_kernel_call", "bass_call", "pure_callback", "io_callback")
+
+
+def _cudnn_flops(eqn: Any) -> int:
+    query, key, value = (var.aval.shape for var in eqn.invars[:3])
+    params = eqn.params
+    seq, heads = (2, 1) if params["layout"] == 1 else (1, 2)  # AttentionLayout: 0 = BTNH, 1 = BNTH
+    is_causal = params.get("use_causal_mask", False) or "CAUSAL" in str(params.get("mask_type", ""))
+    area = attention_area(query[seq], key[seq], is_causal=is_causal, window=params.get("sliding_window_length") or 0)
+    over_qk, over_v = _CUDNN_MATMULS[eqn.primitive.name]
+    return 2 * query[0] * query[heads] * area * (over_qk * query[-1] + over_v * value[-1])
+
+
+def attention_area(num_queries: int, num_keys: int, *, is_causal: bool, window: int = 0) -> int:
+    """Pairs of query and key that attention computes.
+
+    Args:
+        num_queries: Length of the query sequence.
+        num_keys: Length of the key sequence.
+        is_causal: Whether a query sees only the keys up to itself; counted as half of all pairs.
+        window: Keys that a query sees at most, itself included; 0 = all.
+
+    Returns:
+        Number of pairs.
+    """
+    if 0 < window < num_keys:
+        short = min(window, num_queries)
+        return short * (short + 1) // 2 + (num_queries - short) * window
+    return num_queries * num_keys // (2 if is_causal else 1)
+
+
+def _pallas(eqn: Any) -> Kernel:
+    name = eqn.params.get("name") or getattr(eqn.params.get("debug_info"), "func_name", None) or eqn.primitive.name
+    if str(name).startswith(("splash_mha_", "splash_mqa_")) and eqn.primitive.name == "pallas_call":
+        return Kernel(name=SPLASH_ATTENTION, flops=_splash_flops(eqn, str(name)))
+    estimate = eqn.params.get("cost_estimate")
+    return Kernel(name=str(name), flops=None if estimate is None else estimate.flops)
+
+
+def _splash_flops(eqn: Any, name: str) -> int:
+    """Prices a splash attention kernel: operands are q, k, v, … after those that the grid indexes by."""
+    operands = [var.aval.shape for var in eqn.invars[eqn.params["grid_mapping"].num_index_operands :]]
+    layouts = _splash_layouts(eqn)
+    query, key, value = (_minor_last(operands[index], layouts.get(f"{axis}_layout", 1)) for index, axis in enumerate("qkv"))
+    area = query[-2] * key[-2]
+    if eqn.params["grid_mapping"].num_index_operands:  # a full mask needs no table of blocks
+        area //= 2
+    over_qk, over_v = _splash_matmuls(eqn, name, rank=len(query))
+    return 2 * math.prod(query[:-2]) * area * (over_qk * query[-1] + over_v * value[-1])
+
+
+def _splash_matmuls(eqn: Any, name: str, *, rank: int) -> tuple[int, int]:
+    if "_fwd" in name:
+        return 1, 1
+    if "_dq" in name:
+        return 2, 1
+    is_fused = any(len(var.aval.shape) > rank for var in eqn.outvars)  # dq of each block of keys, summed outside
+    return (3, 2) if is_fused else (2, 2)
+
+
+def _splash_layouts(eqn: Any) -> dict[str, int]:
+    """The kernel's `q_layout` and its kin: 1 = head dimension last, 2 = sequence last."""
+    return json.loads((eqn.params.get("metadata") or {}).get("xprof_metadata", "{}"))
+
+
+def _minor_last(shape: tuple[int, ...], layout: int) -> tuple[int, ...]:
+    return shape if layout == 1 else (*shape[:-2], shape[-1], shape[-2])

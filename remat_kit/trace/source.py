@@ -1,0 +1,32 @@
+"""Which line of the user's code made an equation."""
+
+import functools
+import os
+import sysconfig
+from typing import Any
+
+from remat_kit import _jax
+
+_LIBRARIES = (sysconfig.get_path("purelib"), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def source_line(eqn: Any) -> str:
+    """The innermost line outside installed libraries and remat-kit, else the innermost one; empty when unknown.
+
+    Returns:
+        `file:line`, the file relative to the working directory where it lies below it.
+    """
+    first = ""
+    for file, line in _jax.user_frames(eqn):
+        if not file.startswith(_LIBRARIES):
+            return f"{_shorten(file)}:{line}"
+        first = first or f"{_shorten(file)}:{line}"
+    return first
+
+
+@functools.cache
+def _shorten(file: str) -> str:
+    if file.startswith(_LIBRARIES[0]):
+        return os.path.relpath(file, _LIBRARIES[0])
+    relative = os.path.relpath(file)
+    return file if relative.startswith("..") else relative
