@@ -37,6 +37,14 @@ class CompileError(RematKitError, RuntimeError):
     """The target's compiler, or the worker that runs it, failed on a valid question."""
 
 
+class ApplyError(RematKitError, ValueError):
+    """A wrapping that can't be applied as asked: static arguments or module patterns that fit nothing."""
+
+
+class RematWarning(UserWarning):
+    """A wrapping that works but does not do what was probably meant; the message gives the reason."""
+
+
 def nearest(given: str, allowed: Iterable[str]) -> str:
     """Words the near miss of a mistyped word.
 
