@@ -24,7 +24,9 @@ setup: $(STAMP) ## Make the environment $(VENV).
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "PYTHON=$(PYTHON) is not Python 3.11 or newer; name one: make PYTHON=python3.12 …" >&2; exit 1; }
-	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV): about 2.4 GB, some minutes the first time."
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || \
+	    { echo "python -m venv failed: on Debian and Ubuntu, install python3-venv." >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	@touch $@
 

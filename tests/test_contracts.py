@@ -99,6 +99,10 @@ def test_importing_any_module_changes_neither_environment_nor_jax_config():
     )
 
 
+def test_the_command_line_and_the_callers_side_of_compare_load_no_jax():
+    run("-c", "import sys, remat_kit.cli, remat_kit.verbs.compare\nassert not {'jax', 'jaxlib', 'flax'} & set(sys.modules)")
+
+
 def test_every_dependency_has_a_pin_and_pins_are_versions_only():
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if not line.startswith("#")]
