@@ -1,17 +1,56 @@
-"""Rematerialization of functions: `remat`."""
+"""Rematerialization of anything that can be called: `remat`, and what it does to functions.
 
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar, assert_never
+In: a function, a Linen or NNX module, class or method, and a policy. Out: the same kind of thing, which recomputes in its backward
+pass what the policy does not keep. What is special to Linen and to NNX is in `linen.py` and `nnx.py`; Flax is imported only once
+somebody has.
+"""
+
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar, assert_never
 
 import jax
 
+from remat_kit import _jax
+from remat_kit.apply.arguments import Constants, StaticArguments, join_arguments, split_arguments, static_arguments
 from remat_kit.apply.lowering import lower_policy
-from remat_kit.errors import PolicyError
+from remat_kit.errors import PolicyError, RematWarning
 from remat_kit.grammar import parse_policy
 from remat_kit.policy import NoRemat, Policy, Preset, Remat, StackPlan
 
-Params = ParamSpec("Params")
-Result = TypeVar("Result")
+Target = TypeVar("Target", bound=Callable[..., Any])
+
+MARK = "_remat_kit_policy"
+"""Attribute of everything that is wrapped here: the policy it follows."""
+
+_MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+_LOOPS = ("scan", "while")
+_MANY_MATMULS = 8  # more than one head, one loss and one small block have; a whole model has as many in a few layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrapping:
+    """How something is rematerialized.
+
+    Attributes:
+        policy: What to keep.
+        prevent_cse: See `remat`.
+        argnums: Positions of static arguments, `self` included.
+        argnames: Names of static arguments.
+    """
+
+    policy: Remat
+    prevent_cse: bool = True
+    argnums: tuple[int, ...] = ()
+    argnames: tuple[str, ...] = ()
+
+    def static(self, fn: Callable[..., Any], *, num_bound: int = 0) -> StaticArguments:
+        """The static arguments of a call to `fn`, see `static_arguments`."""
+        return static_arguments(fn, self.argnums, self.argnames, num_bound=num_bound)
 
 
 def as_policy(policy: Policy | StackPlan | str) -> Policy:
@@ -40,34 +79,153 @@ def rules_of(policy: Policy | StackPlan | str) -> Remat | None:
 
 
 def remat(
-    fn: Callable[Params, Result],
+    target: Target,
     policy: Policy | StackPlan | str,
     *,
     prevent_cse: bool = True,
-    static_argnums: tuple[int, ...] = (),
-) -> Callable[Params, Result]:
-    """Makes a function recompute, in its backward pass, what the policy does not keep.
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+) -> Target:
+    """Makes a function or a module recompute, in its backward pass, what the policy does not keep.
+
+    Parameters keep their names, random keys and mutable state their values. Arguments that are no arrays stay Python values, and
+    what is not differentiated carries no barrier.
 
     Args:
-        fn: A pure function of arrays.
+        target: One of
+            - a function; modules among its arguments may hold state;
+            - a class of Linen or NNX modules: a subclass of the same name is returned, whose `__call__` is wrapped;
+            - a module: a copy that shares the parameters is returned (of a Linen module that is already part of a running parent:
+              its wrapped `__call__`), other instances of its class stay as they are;
+            - a method, bound or not, also as a decorator within the class.
         policy: What to keep: a `Policy`, a uniform `StackPlan`, or a text like `"save(q,k,v)"`.
         prevent_cse: False only for the body of a real loop (not unrolled, more than one iteration): elsewhere the compiler
             merges the recomputation with the forward pass and undoes it.
-        static_argnums: Positions of arguments that are not arrays.
+        static_argnums: Positions, `self` included, of arguments that stay as they are although they are or hold arrays.
+        static_argnames: The same by name.
 
     Returns:
-        A function with the same signature, results and gradients; `fn` itself for `none`.
+        What was given, wrapped; itself for `none`.
 
     Raises:
         PolicyError: The policy is mixed or an unresolved preset.
+        ApplyError: There is no such static argument.
+
+    Warns:
+        RematWarning: The target is wrapped already, or turns out to be a whole loss.
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> block = remat(lambda x: jnp.sin(jnp.sin(x)), "full")
-        >>> float(jax.grad(block)(0.0))
+        >>> block = remat(lambda x, *, twice: jnp.sin(jnp.sin(x)) if twice else jnp.sin(x), "full")
+        >>> float(jax.grad(block)(0.0, twice=True))
         1.0
     """
     found = rules_of(policy)
     if found is None:
-        return fn
-    return jax.checkpoint(fn, policy=lower_policy(found), prevent_cse=prevent_cse, static_argnums=static_argnums)
+        return target
+    argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    argnames = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+    wrapping = Wrapping(policy=found, prevent_cse=prevent_cse, argnums=argnums, argnames=argnames)
+    if is_wrapped(target):
+        warn(f"{target!r} is rematerialized already: wrapped once more, it is recomputed twice and saves nothing more.")
+    for framework in _frameworks():
+        wrapped = framework.wrap_module(target, wrapping)
+        if wrapped is not None:
+            return wrapped
+    return remat_function(target, wrapping)
+
+
+def remat_function(fn: Target, wrapping: Wrapping) -> Target:
+    """Wraps a function, see `remat`; modules with state among its arguments are lifted with Flax's own transforms."""
+    static = wrapping.static(fn)
+
+    def call(constants: Constants, leaves: list[Any]) -> Any:
+        args, kwargs = join_arguments(constants, leaves)
+        return fn(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = getattr(fn, "__name__", type(fn).__name__)
+
+    @functools.wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        for framework in _frameworks():
+            if framework.holds_state((args, kwargs)):
+                return framework.call_with_modules(fn, args, kwargs, wrapping=wrapping, static=static)
+        constants, leaves = split_arguments(args, kwargs, static=static, is_node=lambda _: False)
+        if constants.are_plain:
+            return checkpointed(call, wrapping, num_constants=1)(constants, leaves)
+        return checkpointed(functools.partial(call, constants), wrapping)(leaves)
+
+    setattr(wrapped, MARK, wrapping.policy)
+    # Linen wraps the methods that it finds in a class body, unless they say that this is done; it is done when they are called.
+    wrapped.method_handler_wrapped = True  # type: ignore[attr-defined]
+    return wrapped  # type: ignore[return-value]
+
+
+def checkpointed(fn: Callable[..., Any], wrapping: Wrapping, *, num_constants: int = 0) -> Callable[..., Any]:
+    """`jax.checkpoint` of a function whose first `num_constants` arguments are no arrays; warns where it wraps a whole loss."""
+    run = jax.checkpoint(
+        fn,
+        policy=lower_policy(wrapping.policy),
+        prevent_cse=wrapping.prevent_cse,
+        static_argnums=tuple(range(num_constants)),
+    )
+
+    def call(*args: Any) -> Any:
+        result = run(*args)
+        if _is_scalar(result):
+            # JAX keeps the trace of the call above, so that this one traces nothing.
+            _warn_of_whole_loss(jax.make_jaxpr(run, static_argnums=tuple(range(num_constants)))(*args), fn)
+        return result
+
+    return call
+
+
+def warn(message: str) -> None:
+    """Warns of a wrapping that does not do what was probably meant."""
+    warnings.warn(message, RematWarning, stacklevel=3)
+
+
+def is_wrapped(target: Any) -> bool:
+    """Whether something went through `remat`, `jax.checkpoint` or the `nn.remat` of a Linen class already."""
+    if inspect.isclass(target):
+        return hasattr(target, MARK) or target.__name__ in [f"Checkpoint{base.__name__}" for base in target.__mro__[1:2]]
+    if not inspect.isroutine(target):
+        return is_wrapped(type(target))
+    checkpoint_file = inspect.unwrap(jax.checkpoint).__code__.co_filename
+    layers = [target]
+    while hasattr(layers[-1], "__wrapped__"):
+        layers.append(layers[-1].__wrapped__)
+    codes = [getattr(layer, "__code__", None) for layer in layers]
+    return hasattr(target, MARK) or any(code is not None and code.co_filename == checkpoint_file for code in codes)
+
+
+def _frameworks() -> list[Any]:
+    """The modules that know Linen and NNX, when there can be an object of theirs."""
+    if "flax" not in sys.modules:
+        return []
+    from remat_kit.apply import linen, nnx
+
+    return [linen, nnx]
+
+
+def _is_scalar(result: Any) -> bool:
+    leaves = jax.tree.leaves(result)
+    return bool(leaves) and all(jax.numpy.shape(leaf) == () for leaf in leaves)
+
+
+def _warn_of_whole_loss(program: Any, fn: Callable[..., Any]) -> None:
+    names = [equation.primitive.name for equation in _equations(program)]
+    num_matmuls = sum(name in _MATMULS for name in names)
+    num_regions = sum(name in ("checkpoint", "remat2") for name in names)
+    if num_matmuls and (num_matmuls > _MANY_MATMULS or num_regions > 1 or any(name in _LOOPS for name in names)):
+        warn(
+            f"{getattr(fn, '__name__', fn)!r} returns a scalar and holds {num_matmuls} matmuls: rematerializing a whole loss saves "
+            "no memory, as its backward pass starts by recomputing all of it at once. Wrap the layers instead."
+        )
+
+
+def _equations(program: Any) -> Iterator[Any]:
+    for equation in _jax.open_jaxpr(program)[0].eqns:
+        yield equation
+        for inner in _jax.inner_programs(equation):
+            yield from _equations(inner)
