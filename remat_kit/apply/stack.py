@@ -1,0 +1,193 @@
+"""Stacks of equal layers with a policy per segment of layers: `stack`.
+
+In: a block, its stacked parameters `[L, …]`, a plan. Out: what the last layer returns, and the outputs of all layers. A plan with one
+policy is a plain `lax.scan` over the rematerialized block; a mixed one, or one with `group`, runs in the loops of `mixed.py`,
+which keep one stacked parameter tree and exact memory.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from remat_kit.apply.function import remat
+from remat_kit.apply.jaxprs import Arrays
+from remat_kit.apply.mixed import FlatLayer, run_mixed
+from remat_kit.apply.segments import GroupOption, Node, build_nodes
+from remat_kit.errors import PolicyError, StepError
+from remat_kit.grammar import parse_plan
+from remat_kit.policy import NoRemat, Plan, Policy, Preset, Remat, Segment, StackPlan, matches, patterns
+
+BLOCK_INPUT = "block_input"
+"""The name by which a policy speaks of what a layer gets from the one before: `offload(block_input)`."""
+
+Result = TypeVar("Result")
+
+
+def stack(
+    block: Callable[..., Result],
+    params: Any,
+    x: Any,
+    plan: Policy | StackPlan | Plan | str,
+    *,
+    xs: Any = None,
+    consts: Any = None,
+    key: jax.Array | None = None,
+    group: GroupOption = None,
+    unroll: int = 1,
+) -> Result:
+    """Runs equal layers one after the other, rematerialized as a plan says.
+
+    Args:
+        block: One layer, called as `block(params_of_layer, x)`, and with those of the keywords `xs`, `consts` and `key` that are
+            given here. Returns the next `x`, or a pair of it and an output of this layer. The next `x` has the types of `x`.
+        params: Parameters, each `[L, …]`.
+        x: What the first layer gets: an array or a pytree.
+        plan: A policy per segment of layers, first layer first: a record, or a text like `"full*24 | save(q,k,v)*8"`. Put the
+            segment that saves most last: it is consumed first.
+        xs: Per-layer inputs, each `[L, …]`; a layer gets its slice.
+        consts: Inputs that all layers get.
+        key: A random key; a layer gets `jax.random.fold_in(key, index_of_layer)`, whatever the plan.
+        group: Keeps, of the layers under `full`, the inputs of only every k-th one: a number k, or `"sqrt"` for k near the square
+            root of a segment's length. Costs one more forward pass. `"recursive"` nests groups of two: memory and extra forward
+            passes grow with the logarithm of the length.
+        unroll: Layers per iteration of a loop.
+
+    Returns:
+        What the block returns, for the last layer; outputs of layers are stacked, each `[L, …]`.
+
+    Raises:
+        PolicyError: The plan does not fit the stack, or `group` has no segment to act on.
+        StepError: Leading axes differ, or the block returns other types than those of `x`.
+
+    Note:
+        A mixed plan has no forward-mode derivative (`jax.jvp`, `jax.hessian`), and JAX says so: use a plan with one policy there.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> layers = jnp.full((4, 8, 8), 0.1)
+        >>> stack(lambda w, x: jnp.tanh(x @ w), layers, jnp.ones((2, 8)), "full*2 | none*2").shape
+        (2, 8)
+    """
+    num_layers = _num_layers(params, xs)
+    fitted = as_stack_plan(plan).fit(num_layers)
+    own, shared = (params, xs), (consts, key)
+    layer = _Layer(block, names_input=_names_input(fitted))
+    if group is None and not fitted.is_mixed:
+        carry, outputs = _run_uniform(layer, fitted.policy, own, shared, x, num_layers=num_layers, unroll=unroll)
+    else:
+        carry, outputs = _run_in_loops(layer, build_nodes(fitted, group=group), own, shared, x, unroll=unroll)
+    return (carry, outputs) if layer.has_outputs else carry  # type: ignore[return-value]
+
+
+def as_stack_plan(plan: Policy | StackPlan | Plan | str) -> StackPlan:
+    """Reads whatever a caller may give as the plan of one stack.
+
+    Raises:
+        PolicyError: The plan speaks of named stacks.
+    """
+    match plan:
+        case StackPlan():
+            return plan
+        case str():
+            return as_stack_plan(parse_plan(plan))
+        case Plan(((None, part),)):
+            return part
+        case Plan():
+            raise PolicyError(f"{str(plan)!r} speaks of stacks by name; here the plan of one stack is taken, like {plan.parts[0][1]}.")
+        case NoRemat() | Preset() | Remat():
+            return StackPlan((Segment(plan),))
+
+
+class _Layer:
+    """A block behind one signature, `(own, shared, index, carry) -> (carry, outputs)`; notes whether there are outputs."""
+
+    def __init__(self, block: Callable[..., Any], *, names_input: bool) -> None:
+        self.block = block
+        self.names_input = names_input
+        self.has_outputs = False
+
+    def __call__(self, own: Any, shared: Any, index: jax.Array, carry: Any) -> tuple[Any, Any]:
+        (params, xs), (consts, key) = own, shared
+        given = {"xs": xs, "consts": consts, "key": None if key is None else jax.random.fold_in(key, index)}
+        if self.names_input:
+            carry = jax.tree.map(lambda array: checkpoint_name(array, BLOCK_INPUT), carry)
+        result = self.block(params, carry, **{name: value for name, value in given.items() if value is not None})
+        types = _types(carry)
+        if _types(result) == types:
+            return result, None
+        if isinstance(result, tuple) and len(result) == 2 and _types(result[0]) == types:
+            self.has_outputs = True
+            return result
+        raise StepError(_mismatch(carry, result))
+
+
+def _run_uniform(
+    layer: _Layer, policy: Policy, own: Any, shared: Any, carry: Any, *, num_layers: int, unroll: int
+) -> tuple[Any, Any]:
+    is_loop = num_layers > 1 and unroll == 1
+    run = remat(layer, policy, prevent_cse=not is_loop)
+    if num_layers == 1:
+        carry, outputs = run(jax.tree.map(lambda array: array[0], own), shared, jnp.int32(0), carry)
+        return carry, jax.tree.map(lambda array: array[None], outputs)
+    indices = jnp.arange(num_layers)
+    return jax.lax.scan(lambda carry, each: run(each[0], shared, each[1], carry), carry, (own, indices), unroll=unroll)
+
+
+def _run_in_loops(
+    layer: _Layer, nodes: tuple[Node, ...], own: Any, shared: Any, carry: Any, *, unroll: int
+) -> tuple[Any, Any]:
+    own, shared, carry = jax.tree.map(_strongly_typed, (own, shared, carry))
+    sliced = jax.eval_shape(lambda own: jax.tree.map(lambda array: array[0], own), own)
+    closed, shapes = jax.make_jaxpr(layer, return_shape=True)(sliced, shared, jnp.int32(0), carry)
+    # Whatever the block closes over comes out of the trace as constants: as inputs, they too get gradients.
+    closed_over = [jnp.asarray(const) for const in closed.consts]
+    flat_shared = jax.tree.leaves(shared)
+    flat = _flat_layer(closed, num_shared=len(flat_shared), num_carry=len(jax.tree.leaves(carry)))
+    arrays = {"own": jax.tree.leaves(own), "shared": [*flat_shared, *closed_over], "carry": jax.tree.leaves(carry)}
+    results = run_mixed(flat, nodes, **arrays, unroll=unroll)
+    return jax.tree.unflatten(jax.tree.structure(shapes), [*results[0], *results[1]])
+
+
+def _flat_layer(closed: ClosedJaxpr, *, num_shared: int, num_carry: int) -> FlatLayer:
+    def run(own: Arrays, shared: Arrays, index: jax.Array, carry: Arrays) -> tuple[Arrays, Arrays]:
+        call = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, shared[num_shared:]))
+        results = [_strongly_typed(result) for result in call(*own, *shared[:num_shared], index, *carry)]
+        return results[:num_carry], results[num_carry:]
+
+    return run
+
+
+def _strongly_typed(array: Any) -> jax.Array:
+    """Without the weak type of Python scalars, so that a carry has one type in all layers."""
+    return jax.lax.convert_element_type(array, jnp.result_type(array)) if not hasattr(array, "dtype") or array.weak_type else array
+
+
+def _num_layers(params: Any, xs: Any) -> int:
+    lengths = {
+        jax.tree_util.keystr(path): jnp.shape(leaf)[:1]
+        for name, tree in (("params", params), ("xs", xs))
+        for path, leaf in jax.tree_util.tree_leaves_with_path({name: tree})
+    }
+    found = set(lengths.values())
+    if len(found) != 1 or () in found or (0,) in found:
+        some = ", ".join(f"{name} {length[0] if length else 'none'}" for name, length in list(lengths.items())[:4])
+        raise StepError(f"every array of params and xs needs the same leading axis, one entry a layer; found {some or 'no array'}.")
+    return found.pop()[0]
+
+
+def _names_input(plan: StackPlan) -> bool:
+    return any(matches(pattern, BLOCK_INPUT) for segment in plan.segments for pattern in patterns(segment.policy))
+
+
+def _types(tree: Any) -> tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]:
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+
+
+def _mismatch(carry: Any, result: Any) -> str:
+    given, returned = (jax.tree.map(lambda leaf: jax.typeof(leaf).str_short(), tree) for tree in (carry, result))
+    return f"the block gets x of type {given} and returns {returned}: return the next x with the same type, or (next x, output)."
