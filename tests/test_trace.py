@@ -210,6 +210,23 @@ def test_an_outer_region_recomputes_the_inner_ones_again():
     assert found.flops == (4 + 4) * matmul + found.remat_flops
 
 
+@pytest.fixture
+def _remat3():
+    before = jax.config.jax_remat3  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_remat3", True)
+    yield
+    jax.config.update("jax_remat3", before)
+
+
+@pytest.mark.usefixtures("_remat3")
+def test_the_new_remat_implementation_is_read_too():
+    none = trace(mlp_step("none"), *MLP_ARGS)
+    full = trace(mlp_step("full"), *MLP_ARGS)
+    assert (none.remat_flops, none.num_remat_regions) == (0, 0)
+    assert (full.remat_flops, full.num_remat_regions) == (L * MATMUL, 1)
+    assert [(name.name, name.shape, name.count) for name in full.names] == [("h", (B, F), L)]
+
+
 def test_our_loops_scopes_tell_the_phase():
     @jax.custom_vjp
     def layer(x, w):

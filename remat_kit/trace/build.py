@@ -1,8 +1,8 @@
 """A jaxpr into a `StepGraph`: one recursive visitor that inlines every program inside a program.
 
 In: the closed jaxpr of a step. Out: the flat graph, with dead code marked by reachability from the outputs and effects, through
-loops too, as XLA's own dead-code elimination sees through them. What differs between JAX versions is in `_jax`. The body of a `while`
-without a known trip count counts once, with a note; of a conditional the most expensive branch counts, the others get 0 calls.
+loops too, as XLA's own dead-code elimination does. What differs between JAX versions is in `_jax`. The body of a `while` without
+a known trip count counts once, with a note; of a conditional the most expensive branch counts, the others get 0 calls.
 """
 
 import dataclasses
@@ -11,14 +11,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import jax
+import numpy as np
 from jax.extend.core import Literal
 
 from remat_kit import _jax
 from remat_kit.graph import Crossing, Origin, Phase, StepGraph, TracedOp, TracedRegion, TracedValue
 from remat_kit.trace.flops import matmul_flops
-from remat_kit.trace.kernels import kernel_of
+from remat_kit.trace.kernels import is_kernel_call, price_kernel
 from remat_kit.trace.phase import phase_of
 from remat_kit.trace.source import source_line
+
+_MAX_CONSTANT_SIZE = 2**22
 
 Ids: TypeAlias = tuple[int | None, ...]  # None = a literal
 
@@ -56,12 +60,13 @@ class Place:
 
 @dataclass(slots=True)
 class Builder:
-    """The graph so far; fields as in `StepGraph`, notes once each."""
+    """The graph so far: fields as in `StepGraph`, notes once each, and the small constants by value number."""
 
     values: list[TracedValue] = field(default_factory=list)
     ops: list[TracedOp] = field(default_factory=list)
     regions: list[TracedRegion] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
+    constants: dict[int | None, np.ndarray] = field(default_factory=dict)
     num_devices: int = 1
 
 
@@ -104,10 +109,11 @@ def visit(builder: Builder, program: Any, inputs: Sequence[int | None], place: P
     Returns:
         The value of each of its results.
     """
-    jaxpr, _ = _jax.open_jaxpr(program)
+    jaxpr, constants = _jax.open_jaxpr(program)
     env: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
-    for var in jaxpr.constvars:
+    for var, constant in zip(jaxpr.constvars, constants, strict=True):
         env[var] = add_value(builder, var.aval, place, origin=Origin.CONSTANT)
+        _keep_constant(builder, env[var], constant)
     run: int | None = None  # recomputation that no checkpoint equation delimits (jax_remat3, hand-made loops)
     for eqn in jaxpr.eqns:
         here = dataclasses.replace(place, scope=_join(place.scope, str(eqn.source_info.name_stack)))
@@ -123,7 +129,7 @@ def visit(builder: Builder, program: Any, inputs: Sequence[int | None], place: P
 
 def _visit_eqn(builder: Builder, eqn: Any, inputs: Ids, place: Place) -> Ids:
     kind = eqn.primitive.name
-    if kernel_of(eqn) is not None:
+    if is_kernel_call(eqn):
         return add_eqn(builder, eqn, inputs, place)
     match kind:
         case "scan":
@@ -224,6 +230,8 @@ def _shard_map(builder: Builder, eqn: Any, inputs: Ids, place: Place) -> Ids:
     shards = _new_values(builder, jaxpr.invars, inner)
     for whole, shard in zip(inputs, shards, strict=True):
         add_crossing(builder, Crossing.SHARD_IN, eqn, (whole,), shard, place)
+        if whole in builder.constants and builder.constants[whole].shape == builder.values[shard].shape:
+            builder.constants[shard] = builder.constants[whole]
     results = visit(builder, eqn.params["jaxpr"], shards, inner)
     outputs = _new_values(builder, eqn.outvars, place)
     for shard, whole in zip(results, outputs, strict=True):
@@ -250,6 +258,12 @@ def add_value(builder: Builder, aval: Any, place: Place, *, origin: Origin = Ori
     return len(builder.values) - 1
 
 
+def _keep_constant(builder: Builder, value: int | None, constant: Any) -> None:
+    """Keeps what kernels are priced by: tables of blocks, which are small integers."""
+    if isinstance(constant, jax.Array | np.ndarray) and constant.dtype.kind == "i" and constant.size <= _MAX_CONSTANT_SIZE:
+        builder.constants[value] = np.asarray(constant)
+
+
 def _device_bytes(sharding: Any, shape: tuple[int, ...], local_bytes: int) -> int | None:
     """Bytes on one device where the type says the sharding, as it does on explicit mesh axes."""
     mesh = getattr(sharding, "mesh", None)
@@ -261,7 +275,7 @@ def _device_bytes(sharding: Any, shape: tuple[int, ...], local_bytes: int) -> in
 def add_eqn(builder: Builder, eqn: Any, inputs: Ids, place: Place) -> Ids:
     """Adds an equation that holds no program, or a kernel, and gives its results."""
     outputs = _new_values(builder, eqn.outvars, place)
-    kernel = kernel_of(eqn)
+    kernel = price_kernel(eqn, [builder.constants.get(value) for value in inputs]) if is_kernel_call(eqn) else None
     flops = (matmul_flops(eqn) or 0) if kernel is None else kernel.flops
     name = _jax.checkpoint_name_of(eqn) if kernel is None else kernel.name
     kind = eqn.primitive.name if kernel is not None or name is None else "name"

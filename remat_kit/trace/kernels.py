@@ -1,14 +1,18 @@
 """Kernels that no matmul of the program shows: which they are and what they cost.
 
 In: an equation. Out: `Kernel` with the FLOPs of one call (None = unknown). Attention is priced by its matmuls: two forward, five
-backward (the scores are formed again); where splash splits its backward, the dq kernel has three and the dkv kernel four. A causal
+backward (the scores are formed again); splash may split its backward into a dq kernel of three and a dkv kernel of four. A causal
 mask is half the square, a window the part of the square that it covers. Other Pallas kernels are priced by their `cost_estimate`.
 """
 
 import json
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 CUDNN_ATTENTION = "cudnn_attention"
 SPLASH_ATTENTION = "splash_attention"
@@ -27,17 +31,28 @@ class Kernel:
     flops: int | None
 
 
-def kernel_of(eqn: Any) -> Kernel | None:
-    """Recognises a kernel call, None for any other equation."""
+def is_kernel_call(eqn: Any) -> bool:
+    """Whether an equation calls a kernel that no matmul of the program shows."""
+    return eqn.primitive.name in (*_CUDNN_MATMULS, *_PALLAS, *_OPAQUE)
+
+
+def price_kernel(eqn: Any, constants: Sequence[np.ndarray | None]) -> Kernel:
+    """Names and prices a kernel call.
+
+    Args:
+        eqn: An equation that `is_kernel_call`.
+        constants: Of each operand its value, where that is a constant of the program.
+
+    Returns:
+        Its name and FLOPs.
+    """
     name = eqn.primitive.name
     if name in _CUDNN_MATMULS:
         return Kernel(name=CUDNN_ATTENTION, flops=_cudnn_flops(eqn))
     if name in _PALLAS:
-        return _pallas(eqn)
-    if name in _OPAQUE:
-        called = eqn.params.get("call_target_name") or eqn.params.get("name") or name
-        return Kernel(name=str(called), flops=None)
-    return None
+        return _pallas(eqn, constants)
+    called = eqn.params.get("call_target_name") or eqn.params.get("name") or name
+    return Kernel(name=str(called), flops=None)
 
 
 # Matmuls over the query-key head size and over the value head size.
@@ -79,39 +94,47 @@ def attention_area(num_queries: int, num_keys: int, *, is_causal: bool, window: 
     return num_queries * num_keys // (2 if is_causal else 1)
 
 
-def _pallas(eqn: Any) -> Kernel:
-    name = eqn.params.get("name") or getattr(eqn.params.get("debug_info"), "func_name", None) or eqn.primitive.name
-    if str(name).startswith(("splash_mha_", "splash_mqa_")) and eqn.primitive.name == "pallas_call":
-        return Kernel(name=SPLASH_ATTENTION, flops=_splash_flops(eqn, str(name)))
+def _pallas(eqn: Any, constants: Sequence[np.ndarray | None]) -> Kernel:
+    name = str(eqn.params.get("name") or getattr(eqn.params.get("debug_info"), "func_name", None) or eqn.primitive.name)
+    splash = re.match(r"splash_m[hq]a_(fwd|dq|dkv)_", name)
+    if splash and eqn.primitive.name == "pallas_call":
+        return Kernel(name=SPLASH_ATTENTION, flops=_splash_flops(eqn, splash[1], constants))
     estimate = eqn.params.get("cost_estimate")
-    return Kernel(name=str(name), flops=None if estimate is None else estimate.flops)
+    return Kernel(name=name, flops=None if estimate is None else estimate.flops)
 
 
-def _splash_flops(eqn: Any, name: str) -> int:
-    """Prices a splash attention kernel: operands are q, k, v, … after those that the grid indexes by."""
-    operands = [var.aval.shape for var in eqn.invars[eqn.params["grid_mapping"].num_index_operands :]]
-    layouts = _splash_layouts(eqn)
-    query, key, value = (_minor_last(operands[index], layouts.get(f"{axis}_layout", 1)) for index, axis in enumerate("qkv"))
-    area = query[-2] * key[-2]
-    if eqn.params["grid_mapping"].num_index_operands:  # a full mask needs no table of blocks
-        area //= 2
-    over_qk, over_v = _splash_matmuls(eqn, name, rank=len(query))
+def _splash_flops(eqn: Any, part: str, constants: Sequence[np.ndarray | None]) -> int:
+    """Prices a splash attention kernel: its operands are q, k, v, … after the tables that the grid indexes by."""
+    metadata = eqn.params.get("metadata") or {}
+    options = json.loads(metadata["xprof_metadata"]) if "xprof_metadata" in metadata else {}
+    num_tables = eqn.params["grid_mapping"].num_index_operands
+    operands = [var.aval for var in eqn.invars[num_tables:]]
+    query, key, value = (_minor_last(operands[index].shape, options.get(f"{axis}_layout", 1)) for index, axis in enumerate("qkv"))
+    suffix = "" if part == "fwd" else f"_{part}"
+    block_area = options.get(f"block_q{suffix}", 0) * options.get(f"block_kv{suffix}", 0)
+    blocks = constants[1] if num_tables > 1 else None
+    if blocks is not None and block_area:
+        area = _blocks_area(blocks, block_area)
+    else:  # a mask that is computed, or given by blocks, comes as integers or booleans
+        is_masked = any(aval.dtype.kind in "ib" for aval in operands)
+        area = query[-2] * key[-2] // (2 if is_masked else 1)
+    over_qk, over_v = _splash_matmuls(eqn, part, rank=len(query))
     return 2 * math.prod(query[:-2]) * area * (over_qk * query[-1] + over_v * value[-1])
 
 
-def _splash_matmuls(eqn: Any, name: str, *, rank: int) -> tuple[int, int]:
-    if "_fwd" in name:
-        return 1, 1
-    if "_dq" in name:
-        return 2, 1
+def _blocks_area(blocks: np.ndarray, block_area: int) -> int:
+    """Pairs that one head computes, by a table [heads, …] of blocks: 0 = skipped, 1 = masked, counted as half, 2 = whole."""
+    return int(blocks.astype(np.int64).sum()) * block_area // (2 * blocks.shape[0])
+
+
+def _splash_matmuls(eqn: Any, part: str, *, rank: int) -> tuple[int, int]:
+    """Matmuls over the query-key head size and over the value head size."""
+    if part != "dkv":
+        return (1, 1) if part == "fwd" else (2, 1)
     is_fused = any(len(var.aval.shape) > rank for var in eqn.outvars)  # dq of each block of keys, summed outside
     return (3, 2) if is_fused else (2, 2)
 
 
-def _splash_layouts(eqn: Any) -> dict[str, int]:
-    """The kernel's `q_layout` and its kin: 1 = head dimension last, 2 = sequence last."""
-    return json.loads((eqn.params.get("metadata") or {}).get("xprof_metadata", "{}"))
-
-
 def _minor_last(shape: tuple[int, ...], layout: int) -> tuple[int, ...]:
+    """Undoes splash's layout 2, sequence last."""
     return shape if layout == 1 else (*shape[:-2], shape[-1], shape[-2])
