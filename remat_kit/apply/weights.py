@@ -1,0 +1,95 @@
+"""The rule `weights`: keep every matrix multiplication of an activation with weights, whatever its batch dimensions.
+
+A policy is asked about one operation at a time and can't tell a weight from an activation, and batch dimensions don't tell either:
+an expert's or a vmapped layer's weights have them, attention scores too. So the block is traced, weights are followed from its
+parameters, and the outputs of those matmuls are named; the rule is then a rule by that name, and stays true under `vmap`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+
+from remat_kit import _jax
+from remat_kit.apply.jaxprs import run_equations, variables
+
+WEIGHTS_NAME = "remat_kit.weights"
+"""What the outputs of such matmuls are named."""
+
+MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_matmul", "scaled_dot_general")
+
+
+def name_weight_matmuls(fn: Callable[..., Any], *, weights: Sequence[int]) -> Callable[..., Any]:
+    """The same function, with the outputs of its matmuls by weights named `WEIGHTS_NAME`.
+
+    Args:
+        fn: A function of pytrees of arrays.
+        weights: Positions of the arguments that are parameters. What `fn` closes over counts as parameters too.
+
+    Returns:
+        A function of the same arguments, results and derivatives.
+    """
+
+    def named(*args: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+        flags = [position in weights for position, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+        results = _run(closed, jax.tree.leaves(args), flags)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return named
+
+
+def _run(closed: ClosedJaxpr, args: Sequence[jax.Array], are_weights: Sequence[bool]) -> list[jax.Array]:
+    env = dict(zip(closed.jaxpr.invars, args, strict=True))
+    env.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    activations = {var for var, is_weight in zip(closed.jaxpr.invars, are_weights, strict=True) if not is_weight}
+    pending: list[JaxprEqn] = []
+    for equation in closed.jaxpr.eqns:
+        if activations.intersection(variables(equation.invars)):
+            activations.update(equation.outvars)
+        if not _holds_one(equation, activations):
+            pending.append(equation)
+            continue
+        run_equations(closed, pending, env)
+        pending = []
+        _run_named(closed, equation, env, activations)
+    run_equations(closed, pending, env)
+    return [atom.val if isinstance(atom, Literal) else env[atom] for atom in closed.jaxpr.outvars]
+
+
+def _holds_one(equation: JaxprEqn, activations: set[Var]) -> bool:
+    """Whether the equation is a matmul of an activation with weights, or a call that may hold some."""
+    if equation.primitive.name in MATMULS:
+        return sum(atom in activations for atom in variables(equation.invars[:2])) == 1
+    inner = _called(equation)
+    return inner is not None and any(_is_matmul_inside(each) for each in _jax.open_jaxpr(inner)[0].eqns)
+
+
+def _run_named(closed: ClosedJaxpr, equation: JaxprEqn, env: dict[Var, jax.Array], activations: set[Var]) -> None:
+    inner = _called(equation)
+    if inner is None:
+        run_equations(closed, [equation], env)
+        (output,) = equation.outvars
+        env[output] = checkpoint_name(env[output], WEIGHTS_NAME)
+        return
+    values = [atom.val if isinstance(atom, Literal) else env[atom] for atom in equation.invars]
+    are_weights = [isinstance(atom, Literal) or atom not in activations for atom in equation.invars]
+    results = _run(_close(inner), values, are_weights)
+    env.update(zip(equation.outvars, results, strict=True))
+
+
+def _called(equation: JaxprEqn) -> Any | None:
+    return equation.params["jaxpr"] if equation.primitive.name in ("jit", "pjit", "closed_call") else None
+
+
+def _is_matmul_inside(equation: JaxprEqn) -> bool:
+    inner = _called(equation)
+    return equation.primitive.name in MATMULS or (
+        inner is not None and any(_is_matmul_inside(each) for each in _jax.open_jaxpr(inner)[0].eqns)
+    )
+
+
+def _close(inner: Any) -> ClosedJaxpr:
+    return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, [])
