@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax._src import source_info_util as _source_info_util
+from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import partial_eval as _pe
 from jax.extend.core import ClosedJaxpr, Jaxpr
+from jaxlib import _jax as _jaxlib
 
 _PROGRAMS = (Jaxpr, ClosedJaxpr)
 
@@ -60,3 +62,24 @@ def user_frames(eqn: Any) -> Iterator[tuple[str, int]]:
     """File and line of the code that made an equation, innermost first, without JAX's own."""
     for frame in _source_info_util.user_frames(eqn.source_info.traceback):
         yield frame.file_name, frame.start_line
+
+
+def backends_are_initialized() -> bool:
+    """Whether JAX has opened its devices in this process; from then on `jax_platforms` and XLA_FLAGS change nothing."""
+    return _xla_bridge.backends_are_initialized()
+
+
+def lowered_device_ids(lowered: Any) -> tuple[int, ...]:
+    """The devices that a `jax.stages.Lowered` is for, in the order of its partitions; its text does not say."""
+    return tuple(device.id for device in lowered._lowering._device_list or ())
+
+
+def lowered_compiler_options(lowered: Any) -> tuple[tuple[str, Any], ...]:
+    """What `jax.jit(compiler_options=…)` gave to a `jax.stages.Lowered`; every compile of it gets them."""
+    return tuple(lowered._lowering._compiler_options_kvs)
+
+
+def compiler_option_names() -> tuple[str, ...]:
+    """Compiler options that jaxlib can name: a small part of what XLA knows."""
+    options = _jaxlib.CompileOptions().executable_build_options.debug_options
+    return tuple(name for name in dir(options) if name.startswith("xla_"))
