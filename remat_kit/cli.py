@@ -21,7 +21,7 @@ from remat_kit.report.markdown import comparison_markdown
 from remat_kit.report.policies import write_policies
 from remat_kit.report.table import write_table
 from remat_kit.report.targets import write_targets
-from remat_kit.targets import load_rows
+from remat_kit.targets import availability, load_rows
 from remat_kit.verbs.compare import compare as compare_verb
 
 EXIT_FAILED_ROW = 1
@@ -98,7 +98,8 @@ def compare(
 def targets(targets_file: str | None, traceback: bool) -> None:
     """List the targets and whether they can be compiled for here."""
     with _errors_as_messages(show_traceback=traceback):
-        write_targets(load_rows(targets_file), Console())
+        rows = load_rows(targets_file)
+        write_targets([(row, availability(row.platform)) for row in rows.values()], Console())
 
 
 @main.command()

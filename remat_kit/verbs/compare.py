@@ -14,6 +14,7 @@ import msgspec
 
 from remat_kit.budget import DEFAULT_MEMORY_FRACTION, budget_bytes, parse_budget
 from remat_kit.compile.cache import default_folder
+from remat_kit.compile.environment import compiler_flags
 from remat_kit.compile.pool import Worker
 from remat_kit.errors import CompileError, FactoryError, PolicyError, TargetError
 from remat_kit.grammar import parse_plan
@@ -24,8 +25,6 @@ from remat_kit.verbs.question import Answer, Question, spell_factory
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called before each row with what is measured, its index from 0, and the number of rows."""
-
-FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
 def compare(
@@ -179,9 +178,8 @@ def _mark_best(rows: list[CompareRow]) -> list[CompareRow]:
 
 
 def _flags(xla: tuple[tuple[str, str], ...], targets: Sequence[Target]) -> tuple[tuple[str, str], ...]:
-    variables = tuple((name, os.environ[name]) for name in FLAG_VARIABLES if os.environ.get(name))
     of_rows = tuple((f"{target.kind}: {name}", str(value)) for target in targets for name, value in target.compiler_options)
-    return (*variables, *((f"--xla {name}", value) for name, value in xla), *dict.fromkeys(of_rows))
+    return (*compiler_flags(), *((f"--xla {name}", value) for name, value in xla), *dict.fromkeys(of_rows))
 
 
 def _notes(targets: Sequence[Target], budget: str | int | None, memory_fraction: float) -> tuple[str, ...]:
