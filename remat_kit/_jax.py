@@ -3,9 +3,13 @@
 Everything here exists because no public name does. Tested on jax 0.10.2 and 0.12.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as _cudnn
 from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import partial_eval as _pe
@@ -62,6 +66,67 @@ def user_frames(eqn: Any) -> Iterator[tuple[str, int]]:
     """File and line of the code that made an equation, innermost first, without JAX's own."""
     for frame in _source_info_util.user_frames(eqn.source_info.traceback):
         yield frame.file_name, frame.start_line
+
+
+def cudnn_attention_forward(query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float) -> tuple[jax.Array, jax.Array]:
+    """cuDNN's causal flash attention for training, on (batch, tokens, heads, width) of one device.
+
+    The public function hides the softmax statistics in its own derivative rule, where no policy can name them.
+
+    Returns:
+        The context, shaped like `query`, and the statistics, (batch, heads, tokens) in f32.
+    """
+    params = {**_cudnn_params(scale), "is_training": True}
+    return tuple(_cudnn._dot_product_attention_fwd_p.bind(query, key, value, *_cudnn_absent(query.dtype, 7), **params))
+
+
+def cudnn_attention_backward(
+    query: jax.Array, key: jax.Array, value: jax.Array, out: jax.Array, stats: jax.Array, gradient: jax.Array, *, scale: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of `cudnn_attention_forward` with respect to query, key and value, from its two results."""
+    operands = (query, key, value, *_cudnn_absent(query.dtype, 7), stats, out, gradient)
+    return tuple(_cudnn._dot_product_attention_bwd_p.bind(*operands, **_cudnn_params(scale)))
+
+
+def _cudnn_absent(dtype: Any, count: int) -> list[jax.Array]:
+    # Bias, lengths, offsets and page tables: an empty array stands for none.
+    return [jnp.zeros(0, dtype)] * count
+
+
+def _cudnn_params(scale: float) -> dict[str, Any]:
+    params = {
+        "scale": scale,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": _cudnn.MaskType.CAUSAL,
+        "layout": _cudnn.AttentionLayout.BTNH.value,
+        "sliding_window_length": None,
+    }
+    if "score_mod" in inspect.signature(_cudnn._dot_product_attention_fwd_impl).parameters:  # since 0.12
+        params |= {"score_mod_name": None, "score_mod_jaxpr": None}
+    return params
+
+
+def splash_attention_backward(
+    kernel: Any, residuals: tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of a splash kernel with respect to query, key and value, for one sequence.
+
+    Splash has a derivative rule of its own, but one that hides its residuals inside `shard_map`, where the context is then saved
+    once more than needed.
+
+    Args:
+        kernel: What `make_splash_mha` made.
+        residuals: Query, key, value, context, all (heads, tokens, width), and log-sum-exp, (heads, tokens).
+        gradient: With respect to the context.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash  # slow to import
+
+    query, key, value, out, logsumexp = residuals
+    params = {name: kernel.kwargs[name] for name in inspect.signature(splash._splash_attention_bwd).parameters if name in kernel.kwargs}
+    saved = (query, key, value, None, None, out, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info)
+    return splash._splash_attention_bwd(**params, res=saved, do=gradient)[3:6]
 
 
 def backends_are_initialized() -> bool:

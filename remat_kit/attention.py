@@ -9,14 +9,17 @@ Legend: B batch, T query tokens, S key tokens, H query heads, G key/value heads 
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import assert_never
+from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
+
+from remat_kit import _jax
 
 
 class Kernel(StrEnum):
@@ -62,9 +65,94 @@ def causal_attention(
         case Kernel.XLA:
             return checkpoint_name(xla_attention(q_BTHK, k_BSGK, v_BSGK), name)
         case Kernel.CUDNN | Kernel.SPLASH:
-            raise NotImplementedError
+            return _fused_attention(q_BTHK, k_BSGK, v_BSGK, kernel, partition, name)
         case _:
             assert_never(kernel)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _fused_attention(
+    q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, kernel: Kernel, partition: Partition | None, name: str
+) -> jax.Array:
+    return _fused_forward(q_BTHK, k_BSGK, v_BSGK, kernel, partition, name)[0]
+
+
+def _fused_forward(
+    q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, kernel: Kernel, partition: Partition | None, name: str
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    run = _cudnn_forward if kernel is Kernel.CUDNN else _splash_forward
+    out_BTHK, stats_BHT = _on_each_device(run, partition, (q_BTHK, k_BSGK, v_BSGK), ranks=(4, 3))
+    out_BTHK, stats_BHT = checkpoint_name(out_BTHK, name), checkpoint_name(stats_BHT, name)
+    return out_BTHK, (q_BTHK, k_BSGK, v_BSGK, out_BTHK, stats_BHT)
+
+
+def _fused_backward(
+    kernel: Kernel, partition: Partition | None, name: str, residuals: tuple[jax.Array, ...], d_out_BTHK: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    del name
+    run = _cudnn_backward if kernel is Kernel.CUDNN else _splash_backward
+    return _on_each_device(run, partition, (*residuals, d_out_BTHK), ranks=(4, 4, 4))
+
+
+_fused_attention.defvjp(_fused_forward, _fused_backward)
+
+
+def _on_each_device(
+    run: Callable[..., tuple[jax.Array, ...]], partition: Partition | None, operands: tuple[jax.Array, ...], *, ranks: tuple[int, ...]
+) -> tuple[jax.Array, ...]:
+    """Runs a kernel on each device's part: the compiler can't split it. Rank 4 is (B, T, H, K), rank 3 statistics (B, H, T)."""
+    if partition is None:
+        return run(*operands)
+    specs = {
+        4: PartitionSpec(partition.batch, None, partition.heads, None),
+        3: PartitionSpec(partition.batch, partition.heads, None),
+    }
+    return jax.shard_map(
+        run,
+        mesh=partition.mesh,
+        in_specs=tuple(specs[operand.ndim] for operand in operands),
+        out_specs=tuple(specs[rank] for rank in ranks),
+        check_vma=False,  # Pallas calls do not say over which axes their results vary
+    )(*operands)
+
+
+def _cudnn_forward(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _jax.cudnn_attention_forward(q_BTHK, k_BSGK, v_BSGK, scale=q_BTHK.shape[-1] ** -0.5)
+
+
+def _cudnn_backward(q_BTHK: jax.Array, *others: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return _jax.cudnn_attention_backward(q_BTHK, *others, scale=q_BTHK.shape[-1] ** -0.5)
+
+
+def _splash_forward(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> tuple[jax.Array, jax.Array]:
+    kernel = _splash_kernel(q_BTHK, save_residuals=True)
+    scaled_BTHK = q_BTHK * q_BTHK.shape[-1] ** -0.5
+    out_BHTK, (logsumexp_BHT,) = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (scaled_BTHK, k_BSGK, v_BSGK)))
+    return out_BHTK.swapaxes(1, 2), logsumexp_BHT
+
+
+def _splash_backward(
+    q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, out_BTHK: jax.Array, logsumexp_BHT: jax.Array, d_out_BTHK: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    scale = q_BTHK.shape[-1] ** -0.5
+    backward = functools.partial(_jax.splash_attention_backward, _splash_kernel(q_BTHK, save_residuals=False))
+    q, k, v, out, d_out = (x.swapaxes(1, 2) for x in (q_BTHK * scale, k_BSGK, v_BSGK, out_BTHK, d_out_BTHK))
+    d_q, d_k, d_v = (x.swapaxes(1, 2) for x in jax.vmap(backward)((q, k, v, out, logsumexp_BHT), d_out))
+    return (d_q * scale).astype(q_BTHK.dtype), d_k.astype(k_BSGK.dtype), d_v.astype(v_BSGK.dtype)
+
+
+SPLASH_BLOCKS = (512, 256, 128)
+
+
+def _splash_kernel(q_BTHK: jax.Array, *, save_residuals: bool) -> Callable[..., Any]:
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash  # slow to import
+
+    num_tokens, num_heads = q_BTHK.shape[1:3]
+    size = next(block for block in SPLASH_BLOCKS if num_tokens % block == 0)
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    blocks = splash.BlockSizes(**{f"block_{name}": size for name in names})
+    mask = splash.MultiHeadMask([splash.CausalMask((num_tokens, num_tokens))] * num_heads)
+    return splash.make_splash_mha(mask, block_sizes=blocks, head_shards=1, q_seq_shards=1, save_residuals=save_residuals)
 
 
 def xla_attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> jax.Array:
