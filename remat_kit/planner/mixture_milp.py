@@ -1,0 +1,115 @@
+"""Layer counts as an integer program for HiGHS: several stacks, or more than two policies in one.
+
+Unknowns per stack and option: number of layers (integer) and whether it is in use (binary); and the largest working set. Bytes
+are scaled by the room, costs by the largest one. Solvers are exact up to a tolerance only: an answer that is over by some bytes
+is solved again with as much less room, so what comes out fits in whole bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from remat_kit.planner.options import Counts, StackOptions, filled, ordered
+
+MAX_RETRIES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """All options of all stacks, side by side.
+
+    Attributes:
+        stack: Number of the stack of each option.
+        size, working, cost, names: Of each option.
+        length: Number of layers of its stack.
+    """
+
+    stack: np.ndarray
+    size: np.ndarray
+    working: np.ndarray
+    cost: np.ndarray
+    names: np.ndarray
+    length: np.ndarray
+
+
+def solve_counts(stacks: Sequence[StackOptions], *, budget_bytes: int, working_floor_bytes: int) -> Counts | None:
+    """Finds the cheapest counts that fit; of equal costs, fewest names, then fewest bytes.
+
+    Args:
+        stacks: The stacks.
+        budget_bytes: What kept bytes and the largest working set may fill.
+        working_floor_bytes: Least working set.
+    """
+    columns, limit = _columns(stacks), budget_bytes
+    for _ in range(MAX_RETRIES):
+        if limit <= 0:
+            return None
+        solved = _lexicographic(stacks, columns, limit, working_floor_bytes)
+        if solved is None:
+            return None
+        counts = _counts(stacks, columns, solved)
+        total = filled(stacks, counts, fixed_bytes=0, working_floor_bytes=working_floor_bytes).total_bytes
+        if total <= budget_bytes:
+            return counts
+        limit -= total - budget_bytes
+    return None
+
+
+def _columns(stacks: Sequence[StackOptions]) -> Columns:
+    def joined(parts: list[tuple[float, ...]]) -> np.ndarray:
+        return np.array([item for part in parts for item in part], dtype=np.float64)
+
+    sizes = [len(stack.costs) for stack in stacks]
+    return Columns(
+        stack=np.repeat(np.arange(len(stacks)), sizes),
+        size=joined([stack.layer_bytes for stack in stacks]),
+        working=joined([stack.working_bytes for stack in stacks]),
+        cost=joined([stack.costs for stack in stacks]),
+        names=joined([stack.num_names for stack in stacks]),
+        length=np.repeat([float(stack.num_layers) for stack in stacks], sizes),
+    )
+
+
+def _lexicographic(stacks: Sequence[StackOptions], columns: Columns, limit: int, floor: int) -> np.ndarray | None:
+    """Least cost, then least names and (as a fraction of a name) bytes at that cost."""
+    num = len(columns.cost)
+    rows = _rows(stacks, columns, limit)
+    bounds = Bounds(
+        np.concatenate([np.zeros(2 * num), [floor / limit]]),
+        np.concatenate([columns.length, np.ones(num), [max(1.0, floor / limit)]]),
+    )
+    integrality = np.concatenate([np.ones(2 * num), [0]])
+    cost = np.concatenate([columns.cost / (columns.cost.max(initial=0) or 1.0), np.zeros(num + 1)])
+    tie = np.concatenate([columns.size / limit / 2, columns.names, [0.0]])
+    first = milp(cost, constraints=rows, bounds=bounds, integrality=integrality, options={"mip_rel_gap": 0.0})
+    if first.x is None:
+        return None
+    best = float(cost[:num] @ np.round(first.x[:num]))
+    same_cost = LinearConstraint(cost[None, :], -np.inf, best + 1e-9 * max(1.0, abs(best)))
+    second = milp(tie, constraints=[*rows, same_cost], bounds=bounds, integrality=integrality, options={"mip_rel_gap": 0.0})
+    return first.x if second.x is None else second.x
+
+
+def _rows(stacks: Sequence[StackOptions], columns: Columns, limit: int) -> list[LinearConstraint]:
+    num, identity = len(columns.cost), np.eye(len(columns.cost))
+    member = (columns.stack[None, :] == np.arange(len(stacks))[:, None]).astype(float)
+    none, one = np.zeros_like(member), np.zeros((len(stacks), 1))
+    lengths = [stack.num_layers for stack in stacks]
+    return [
+        LinearConstraint(np.hstack([member, none, one]), lengths, lengths),
+        LinearConstraint(np.hstack([none, member, one]), 1, [stack.max_segments for stack in stacks]),
+        LinearConstraint(np.hstack([identity, -np.diag(columns.length), np.zeros((num, 1))]), -np.inf, 0),
+        LinearConstraint(np.hstack([np.zeros((num, num)), np.diag(columns.working / limit), -np.ones((num, 1))]), -np.inf, 0),
+        LinearConstraint(np.concatenate([columns.size / limit, np.zeros(num), [1.0]])[None, :], -np.inf, 1.0),
+    ]
+
+
+def _counts(stacks: Sequence[StackOptions], columns: Columns, solved: np.ndarray) -> Counts:
+    layers = np.round(solved[: len(columns.cost)]).astype(int)
+    counts = []
+    for number, stack in enumerate(stacks):
+        found = layers[columns.stack == number]
+        counts.append(ordered(stack, [(option, int(found[option])) for option in np.flatnonzero(found)]))
+    return tuple(counts)

@@ -1,0 +1,140 @@
+"""Predicts the bytes of a step under any plan, from the trace's numbers and what was measured so far.
+
+A linear model whose coefficients start at what the trace says and move as far as measurements demand (Bayesian least squares):
+fixed bytes; bytes per layer whatever the policy; how much of each name's traced bytes the compiler really keeps (padding makes it
+more than 1, a value that is not alive at the peak 0); the working set; a correction per policy; what mixing costs; and what only
+shows at full depth. Measured totals are the only truth: traced bytes are where to start from.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from remat_kit.planner.blocks import Objective
+from remat_kit.planner.closure import LayerChoice
+from remat_kit.planner.layout import Layout, PlannedStack
+from remat_kit.planner.mixture import Room
+from remat_kit.planner.options import StackOptions
+from remat_kit.policy import NoRemat
+
+MiB = 2**20
+NOISE_BYTES = 0.5 * MiB
+"""How closely small measurements are followed; whole ones ten times as closely."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """A measured total.
+
+    Attributes:
+        layout: What was measured, with the layers that it had.
+        is_whole: Whether at the step's full depth.
+        total_bytes: Of a device.
+    """
+
+    layout: Layout
+    is_whole: bool
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryModel:
+    """Coefficients by feature, see `features`.
+
+    Attributes:
+        coefficients: Bytes per unit of each feature that a measured plan had.
+    """
+
+    coefficients: Mapping[str, float]
+
+    def coefficient(self, feature: str) -> float:
+        """Bytes per unit of a feature; what nothing was measured of is where it started."""
+        return self.coefficients.get(feature, prior(feature)[0])
+
+    def predict(self, layout: Layout, *, is_whole: bool = True) -> int:
+        """Total bytes of a device under a plan."""
+        return round(sum(self.coefficient(name) * value for name, value in features(layout, is_whole=is_whole).items()))
+
+
+def features(layout: Layout, *, is_whole: bool) -> dict[str, float]:
+    """What a plan's total is a linear function of: feature -> MiB (or 1, or a number of layers)."""
+    found: dict[str, float] = {"fixed": 1.0, "mixed": float(layout.is_mixed), "whole": float(is_whole)}
+    for stack, segment in layout.segments:
+        for name, amount in layer_features(stack, segment.choice).items():
+            found[name] = found.get(name, 0.0) + amount * segment.num_layers
+    found["working"] = max(segment.choice.working_bytes for _, segment in layout.segments) / MiB
+    return found
+
+
+def layer_features(stack: str, choice: LayerChoice) -> dict[str, float]:
+    """The part of one layer."""
+    found = {f"layers {stack}": 1.0, f"policy {stack} {choice.policy}": (choice.saved_bytes + choice.host_bytes) / MiB}
+    if isinstance(choice.policy, NoRemat):
+        found[f"none {stack}"] = choice.saved_bytes / MiB
+    return found | {f"kept {stack} {name}": num_bytes / MiB for name, num_bytes in choice.kept_bytes}
+
+
+def prior(feature: str) -> tuple[float, float]:
+    """Mean and standard deviation of a coefficient before anything is measured, in bytes per unit of the feature."""
+    match feature.split(" ")[0]:
+        case "fixed" | "layers":
+            return 0.0, 1e6 * MiB
+        case "kept":
+            return MiB, 0.1 * MiB
+        case "none":
+            return MiB, 0.3 * MiB
+        case "working":
+            return MiB, 0.3 * MiB
+        case "policy":
+            return 0.0, 0.02 * MiB
+        case "mixed":
+            return 0.0, 64.0 * MiB
+        case "whole":
+            return 0.0, 64.0 * MiB
+        case _:
+            raise AssertionError(f"no prior for {feature}")
+
+
+def fit(observations: Iterable[Observation]) -> MemoryModel:
+    """The coefficients that follow the measurements and stay near the trace where they say nothing."""
+    seen = list(observations)
+    rows = [features(item.layout, is_whole=item.is_whole) for item in seen]
+    names = sorted({name for row in rows for name in row})
+    means = np.array([prior(name)[0] for name in names])
+    spreads = np.array([prior(name)[1] for name in names])
+    design = np.array([[row.get(name, 0.0) for name in names] for row in rows]).reshape(len(rows), len(names))
+    noise = np.array([NOISE_BYTES * (0.1 if item.is_whole else 1.0) for item in seen])
+    miss = (np.array([float(item.total_bytes) for item in seen]) - design @ means) / noise
+    scaled = design * spreads / noise[:, None]
+    system, target = np.vstack([scaled, np.eye(len(names))]), np.concatenate([miss, np.zeros(len(names))])
+    moved = np.linalg.lstsq(system, target, rcond=None)[0]
+    return MemoryModel(coefficients=dict(zip(names, (means + spreads * moved).tolist(), strict=True)))
+
+
+def options_of(
+    model: MemoryModel, stacks: Sequence[PlannedStack], *, objective: Objective, max_segments: int
+) -> list[StackOptions]:
+    """What each policy of each stack comes to under the model, in whole bytes, rounded up."""
+    return [
+        StackOptions(
+            num_layers=stack.num_layers,
+            layer_bytes=tuple(_whole_bytes(model, layer_features(stack.name, choice)) for choice in stack.choices),
+            working_bytes=tuple(_whole_bytes(model, {"working": choice.working_bytes / MiB}) for choice in stack.choices),
+            costs=tuple(float(choice.cost(objective) * stack.repeats) for choice in stack.choices),
+            num_names=tuple(choice.num_names for choice in stack.choices),
+            max_segments=min(stack.max_segments, max_segments),
+        )
+        for stack in stacks
+    ]
+
+
+def _whole_bytes(model: MemoryModel, amounts: Mapping[str, float]) -> int:
+    return max(0, math.ceil(sum(model.coefficient(name) * amount for name, amount in amounts.items())))
+
+
+def room_of(model: MemoryModel, budget_bytes: int, *, is_mixed: bool) -> Room:
+    """What the layers may fill at full depth."""
+    fixed = sum(model.coefficient(name) for name in ("fixed", "whole", *(["mixed"] if is_mixed else [])))
+    return Room(budget_bytes=budget_bytes, fixed_bytes=math.ceil(fixed))

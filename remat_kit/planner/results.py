@@ -1,0 +1,160 @@
+"""What planning takes and gives: a measurement, a log of measurements, decisions by name, and the plan with its proof. Plain data."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from remat_kit.planner.blocks import Objective
+from remat_kit.policy import Action
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A step as compiled; per device.
+
+    Attributes:
+        total_bytes: The compiler's total of device memory.
+        flops: Of the whole step.
+        recompute_flops: The part that rematerialization adds.
+        host_bytes: Total of host memory.
+    """
+
+    total_bytes: int
+    flops: int
+    recompute_flops: int
+    host_bytes: int = 0
+
+
+class Measure(Protocol):
+    """Compiles a step under a plan."""
+
+    def __call__(self, plan: str, depth: int | None, /) -> Measured:
+        """Measures.
+
+        Args:
+            plan: Text of the plan; its counts add up to the layers of each stack at this depth.
+            depth: Layers of every stack that has more; None = the whole step.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogEntry:
+    """A measurement that was made.
+
+    Attributes:
+        plan: Text of the plan.
+        depth: Layers per stack; None = the whole step.
+        predicted_bytes: What was expected by what had been measured before; None = nothing had.
+        total_bytes: What the compiler said.
+    """
+
+    plan: str
+    depth: int | None
+    predicted_bytes: int | None
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What becomes of a name.
+
+    Attributes:
+        stack: Stack that the name is in.
+        name: The name.
+        num_bytes: Traced bytes per layer and device.
+        num_kept: Layers that keep it.
+        num_layers: Layers of the stack.
+        action: What happens to it in the layers that keep it; recompute when none does.
+        is_live_at_peak: Whether keeping it raises the compiled total; None = no measured plan tells.
+        recompute_flops: What keeping it spares a layer, or would spare it, given what else the layer keeps.
+        recompute_s: The same in seconds.
+        flip: What would change the decision.
+    """
+
+    stack: str
+    name: str
+    num_bytes: int
+    num_kept: int
+    num_layers: int
+    action: Action
+    is_live_at_peak: bool | None
+    recompute_flops: int
+    recompute_s: float
+    flip: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A part of the total.
+
+    Attributes:
+        label: What it is.
+        num_bytes: By the model, corrected to add up to the compiled total.
+    """
+
+    label: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WayOut:
+    """Something to change when nothing fits.
+
+    Attributes:
+        text: What to change.
+        total_bytes: The step's smallest total then, as compiled; None = `error` says why not.
+        fits: Whether that is within the budget.
+        error: Why it could not be measured.
+    """
+
+    text: str
+    total_bytes: int | None
+    fits: bool
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanResult:
+    """A plan and its proof, or the smallest plan and why it does not fit. Bytes and FLOPs are per device.
+
+    Attributes:
+        plan: Text of the plan.
+        fits: Whether its compiled total is within the budget.
+        budget_bytes: The budget.
+        predicted_total_bytes: Total of this plan by the model as it was before any compile at full depth; None = there was none.
+        compiled_total_bytes: The compiler's total.
+        missing_bytes: What the budget is short of; 0 when it fits.
+        host_bytes: Of host memory, as compiled.
+        flops: Of the step.
+        recompute_flops: The part that rematerialization adds.
+        recompute_s: Predicted seconds of recomputation.
+        objective: What was made least of.
+        full_compiles: Measurements of the whole step.
+        compiles: All measurements.
+        decisions: One row a name.
+        parts: What fills the memory.
+        ways_out: What would make it fit, when it does not.
+        sentence: The plan in a sentence.
+        log: Every measurement, in order.
+        notes: What could not be told exactly.
+    """
+
+    plan: str
+    fits: bool
+    budget_bytes: int
+    predicted_total_bytes: int | None
+    compiled_total_bytes: int
+    missing_bytes: int
+    host_bytes: int
+    flops: int
+    recompute_flops: int
+    recompute_s: float
+    objective: Objective
+    full_compiles: int
+    compiles: int
+    decisions: tuple[Decision, ...]
+    parts: tuple[Part, ...]
+    ways_out: tuple[WayOut, ...] = ()
+    sentence: str
+    log: tuple[LogEntry, ...]
+    notes: tuple[str, ...] = ()
