@@ -4,6 +4,7 @@ Everything here exists because no public name does. Tested on jax 0.10.2 and 0.1
 """
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -142,6 +143,16 @@ def lowered_device_ids(lowered: Any) -> tuple[int, ...]:
 def lowered_compiler_options(lowered: Any) -> tuple[tuple[str, Any], ...]:
     """What `jax.jit(compiler_options=…)` gave to a `jax.stages.Lowered`; every compile of it gets them."""
     return tuple(lowered._lowering._compiler_options_kvs)
+
+
+def lowered_argument_bytes(lowered: Any) -> int:
+    """Bytes of a `jax.stages.Lowered`'s arguments on one device, without the target's padding."""
+    known = lowered._lowering.compile_args
+    total_bytes = 0
+    for aval, sharding in zip(known["global_in_avals"], known["in_shardings"], strict=True):
+        shape = sharding.shard_shape(aval.shape) if hasattr(sharding, "shard_shape") else aval.shape
+        total_bytes += math.prod(shape) * aval.dtype.itemsize
+    return total_bytes
 
 
 def compiler_option_names() -> tuple[str, ...]:

@@ -6,11 +6,13 @@ In: a TOML file of rows and a text. Out: `Target`, the record that the other sta
 
 from remat_kit.targets.abilities import Availability, availability, check_abilities
 from remat_kit.targets.parse import Target, parse_target
-from remat_kit.targets.rows import GpuChip, TargetRow, TpuChip, load_rows
+from remat_kit.targets.rows import GpuChip, OptionValue, Rows, TargetRow, TpuChip, load_rows
 
 __all__ = [
     "Availability",
     "GpuChip",
+    "OptionValue",
+    "Rows",
     "Target",
     "TargetRow",
     "TpuChip",

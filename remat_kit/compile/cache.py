@@ -1,0 +1,125 @@
+"""What compilers said before, on disk: one JSON file per compile, named by a hash of everything that can change its result.
+
+The key holds the program with its source locations, the devices, every option and flag, and the versions of what compiles.
+Locations count since a report names source lines; paths in them are made relative, so that a moved checkout still hits, and
+what differs from process to process is masked. A file that can't be read is a miss; files are replaced atomically, so that
+two processes may share a folder.
+"""
+
+import hashlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from remat_kit.records import SCHEMA_VERSION, CompiledStep
+
+_POINTER_CALL = "@CustomSPMDPartitioning"  # cuDNN attention and other custom partitionings: the config is id(callback)
+_POINTER = re.compile(r'(backend_config = ")(\d+)(")')
+_REPR_ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """A folder of compile results.
+
+    Attributes:
+        folder: Made when first written to.
+    """
+
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    schema: int
+    key: str
+    step: CompiledStep
+
+
+def default_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """`$REMAT_KIT_CACHE`, else `remat-kit` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    own = environ.get("REMAT_KIT_CACHE")
+    if own:
+        return Path(own).expanduser().absolute()
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser().absolute() / "remat-kit"
+
+
+def cache_key(program: str, parts: object) -> str:
+    """Hashes a canonical program and whatever else decides the result.
+
+    Args:
+        program: See `canonical_program`.
+        parts: JSON data: target, options, flags, versions.
+
+    Returns:
+        64 hexadecimal digits.
+    """
+    data = msgspec.json.encode([SCHEMA_VERSION, parts, program], order="deterministic")
+    return hashlib.sha256(data).hexdigest()
+
+
+def canonical_program(text: str, roots: Iterable[str] | None = None) -> str:
+    """Removes from a program's text what differs between processes and checkouts and means nothing.
+
+    Args:
+        text: StableHLO with locations.
+        roots: Folders that paths are made relative to; None = the current folder and Python's search path.
+
+    Returns:
+        The text with relative paths, with the addresses of partitioning callbacks numbered in order of appearance, and without
+        the addresses in Python reprs.
+    """
+    for root in _roots() if roots is None else roots:
+        text = text.replace(f'"{root}{os.sep}', '"')
+    seen: dict[str, int] = {}
+
+    def number(match: re.Match[str]) -> str:
+        return f"{match[1]}callback {seen.setdefault(match[2], len(seen))}{match[3]}"
+
+    lines = (_POINTER.sub(number, line) if _POINTER_CALL in line else line for line in text.split("\n"))
+    return _REPR_ADDRESS.sub(" at 0x", "\n".join(lines))
+
+
+def load(cache: Cache, key: str) -> CompiledStep | None:
+    """What was stored under a key, marked `from_cache`; None = nothing readable."""
+    try:
+        entry = msgspec.json.decode(_path(cache, key).read_bytes(), type=_Entry)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    if (entry.schema, entry.key) != (SCHEMA_VERSION, key):
+        return None
+    return replace(entry.step, from_cache=True)
+
+
+def store(cache: Cache, key: str, step: CompiledStep) -> None:
+    """Stores a result: whole or not at all.
+
+    Raises:
+        OSError: The folder can't be written to.
+    """
+    path = _path(cache, key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(msgspec.json.encode(_Entry(schema=SCHEMA_VERSION, key=key, step=step)))
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _path(cache: Cache, key: str) -> Path:
+    return cache.folder / "compile" / f"{key}.json"
+
+
+def _roots() -> list[str]:
+    folders = {os.getcwd(), *(os.path.abspath(entry) for entry in sys.path if entry)}
+    folders |= {os.path.realpath(folder) for folder in folders}
+    return sorted((folder for folder in folders if folder != os.sep), key=lambda folder: (-len(folder), folder))

@@ -1,0 +1,226 @@
+"""Compiles a lowered step for its target and reads off what memory it takes.
+
+In: a `jax.stages.Lowered` and its target. Out: `CompiledStep`, bytes per device. Totals are the compiler's own: from
+`memory_analysis()` on CPU and GPU; on TPU from the buffer assignment that every compile dumps into a private folder, for two
+reasons. A TPU's compiler refuses a program that does not fit, and the dump is then all there is. And libtpu's
+`temp_size_in_bytes` counts fragmentation twice (HLO temp + fragmentation, seen with libtpu 0.0.42.1 and 0.0.50.1), while what it
+holds against the memory is arguments + the assignment's temporaries, to the byte.
+"""
+
+import dataclasses
+import importlib.metadata
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import jax
+from jax.stages import Compiled, Lowered
+
+from remat_kit import _jax
+from remat_kit.analysis.buffers import find_buffer_assignment, read_totals
+from remat_kit.compile.cache import Cache, cache_key, canonical_program, load, store
+from remat_kit.compile.environment import compiler_flags
+from remat_kit.errors import CompileError, TargetError, nearest
+from remat_kit.records import SCHEMA_VERSION, CompiledStep, MemoryBytes
+from remat_kit.targets import OptionValue, Target
+from remat_kit.units import parse_bytes
+
+NO_HOST_NOTE = "host memory is not modelled on CPU"
+
+_PACKAGES = {
+    "cpu": (),
+    "cuda": ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12", "nvidia-cudnn-cu12"),
+    "tpu": ("libtpu",),
+}
+
+_REFUSAL = re.compile(r"RESOURCE_EXHAUSTED.*Ran out of memory (on HBM|in memory space hbm)", re.DOTALL)
+_REFUSED_TOTAL = re.compile(r"HLO temporaries \((?P<amount>[\d.]+[KMG]?)\)|Used (?P<used>[\d.]+[KMG]?) of")
+_UNKNOWN_OPTION = re.compile(r"No such compile option: '(?P<name>[^']*)'")
+_BAD_VALUE = re.compile(r"(While setting option (?P<name>\w+), .*|Failed to parse '[^']*' into flag (?P<flag>\w+))")
+_REMAT_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]*\.remat[\w.]* = ", re.MULTILINE)
+
+
+def compile_lowered(
+    lowered: Lowered,
+    *,
+    target: Target,
+    xla_options: tuple[tuple[str, OptionValue], ...] = (),
+    cache: Cache | None = None,
+) -> CompiledStep:
+    """Compiles a step, or remembers what its compiler said.
+
+    Args:
+        lowered: The step, lowered for the target's devices.
+        target: What it was lowered for.
+        xla_options: Compiler options of the real run; texts are read as bool, int or float where they look like one.
+        cache: Where results are kept; None = compile anew and keep nothing.
+
+    Returns:
+        Bytes, compile time, versions.
+
+    Raises:
+        TargetError: An option is unknown to the target's compiler, or has a wrong value.
+        CompileError: The compiler failed on the program.
+    """
+    options = dict(target.compiler_options) | {name: _typed(value) for name, value in xla_options}
+    versions = tuple(_versions(_platform(target)))
+    key = None if cache is None else _key(lowered, target=target, options=options, versions=versions)
+    if cache is not None and key is not None and (found := load(cache, key)) is not None:
+        return found
+    step = _compile(lowered, target=target, options=options, versions=versions)
+    if cache is None or key is None:
+        return step
+    try:
+        store(cache, key, step)
+    except OSError as error:
+        return dataclasses.replace(step, notes=(*step.notes, f"not cached: {cache.folder}: {error.strerror}"))
+    return step
+
+
+def _key(
+    lowered: Lowered, *, target: Target, options: Mapping[str, OptionValue], versions: tuple[tuple[str, str], ...]
+) -> str:
+    device_facts = ("platform", "device_kind", "topology", "num_hosts", "num_devices", "memory_bytes", "gpu", "tpu")
+    parts = {
+        "target": {name: repr(getattr(target, name)) for name in device_facts},
+        "devices": _jax.lowered_device_ids(lowered),
+        "options": {name: repr(value) for name, value in options.items()},
+        "jit_options": [(name, repr(value)) for name, value in _jax.lowered_compiler_options(lowered)],
+        "flags": compiler_flags(),
+        "jax": {name: repr(value) for name, value in jax.config.values.items() if "cache" not in name},
+        "versions": versions,
+    }
+    return cache_key(canonical_program(lowered.as_text(debug_info=True)), parts)
+
+
+def _compile(
+    lowered: Lowered, *, target: Target, options: Mapping[str, OptionValue], versions: tuple[tuple[str, str], ...]
+) -> CompiledStep:
+    with tempfile.TemporaryDirectory(prefix="remat-kit-dump-", ignore_cleanup_errors=True) as folder:
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} if _platform(target) == "tpu" else {}
+        started_s = time.perf_counter()
+        refused, compiled = None, None
+        try:
+            compiled = lowered.compile(compiler_options={**options, **dump})
+        except jax.errors.JaxRuntimeError as error:
+            refused = str(error)
+            if not _REFUSAL.search(refused):
+                raise _failure(target, refused) from error
+        compile_s = time.perf_counter() - started_s
+        device, host, notes = _memory(lowered, compiled, refused, target=target, folder=Path(folder))
+        text = _dumped_text(Path(folder)) if compiled is None else compiled.as_text() or ""
+        return CompiledStep(
+            device=device,
+            host=host,
+            refused=None if refused is None else refused.strip().splitlines()[0],
+            num_xla_remat=count_xla_remat(text),
+            compile_s=compile_s,
+            versions=versions,
+            notes=notes,
+        )
+
+
+def count_xla_remat(text: str) -> int:
+    """Instructions that XLA's own rematerialization pass added to a compiled program."""
+    return len(_REMAT_INSTRUCTION.findall(text))
+
+
+def _memory(
+    lowered: Lowered, compiled: Compiled | None, refused: str | None, *, target: Target, folder: Path
+) -> tuple[MemoryBytes, MemoryBytes | None, tuple[str, ...]]:
+    assignment = find_buffer_assignment(folder)
+    if assignment is not None:
+        with assignment.open() as lines:
+            totals = read_totals(lines)
+        return totals.device, totals.host, ()
+    if compiled is None:
+        assert refused is not None
+        return _from_message(lowered, refused, target=target), None, ("bytes are from the compiler's message, rounded: it left no dump",)
+    device, host = analysed_memory(compiled)
+    match _platform(target):
+        case "cpu":
+            return device, None, (NO_HOST_NOTE,)
+        case "tpu":
+            return device, host, ("libtpu left no dump: temporaries are from memory_analysis(), which counts fragmentation twice",)
+        case _:
+            return device, host, ()
+
+
+def analysed_memory(compiled: Compiled) -> tuple[MemoryBytes, MemoryBytes]:
+    """Device and host totals that `memory_analysis()` gives, in bytes.
+
+    Raises:
+        CompileError: This backend gives none.
+    """
+    stats = compiled.memory_analysis()
+    if stats is None:
+        raise CompileError("the compiler reports no memory totals (memory_analysis() is None).")
+    device, host = (
+        MemoryBytes(
+            argument_bytes=getattr(stats, f"{space}argument_size_in_bytes"),
+            output_bytes=getattr(stats, f"{space}output_size_in_bytes"),
+            alias_bytes=getattr(stats, f"{space}alias_size_in_bytes"),
+            temp_bytes=getattr(stats, f"{space}temp_size_in_bytes"),
+        )
+        for space in ("", "host_")
+    )
+    return device, host
+
+
+def _from_message(lowered: Lowered, refused: str, *, target: Target) -> MemoryBytes:
+    # The message's total is arguments + temporaries; what is not aliased to an argument is not in it.
+    found = _REFUSED_TOTAL.search(refused)
+    if found is None:
+        raise CompileError(f"the compiler refused the step for {target.text!r} and gave no size: {refused.splitlines()[0]}")
+    total_bytes = parse_bytes(found["amount"] or found["used"])
+    argument_bytes = min(total_bytes, _jax.lowered_argument_bytes(lowered))
+    return MemoryBytes(
+        argument_bytes=argument_bytes, output_bytes=0, alias_bytes=0, temp_bytes=total_bytes - argument_bytes
+    )
+
+
+def _failure(target: Target, message: str) -> TargetError | CompileError:
+    unknown = _UNKNOWN_OPTION.search(message)
+    if unknown is not None:
+        names = (*_jax.compiler_option_names(), *dict(target.compiler_options))
+        return TargetError(
+            f"--xla {unknown['name']}: the compiler for {target.text!r} has no such option.{nearest(unknown['name'], names)}"
+        )
+    bad = _BAD_VALUE.search(message)
+    if bad is not None:
+        return TargetError(f"--xla {bad['name'] or bad['flag']}: {bad[0].strip()}")
+    return CompileError(f"the compiler for {target.text!r} failed: {message.strip().splitlines()[0][:1000]}")
+
+
+def _dumped_text(folder: Path) -> str:
+    # Several stages share the suffix; the one right after optimization is the scheduled program.
+    path = min(folder.glob("*after_optimizations.txt"), default=None)
+    return "" if path is None else path.read_text()
+
+
+def _typed(value: OptionValue) -> OptionValue:
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    for read in (int, float):
+        try:
+            return read(value)
+        except ValueError:
+            continue
+    return value
+
+
+def _platform(target: Target) -> str:
+    return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend()) if target.platform == "attached" else target.platform
+
+
+def _versions(platform: str) -> Iterator[tuple[str, str]]:
+    for package in ("jax", "jaxlib", *_PACKAGES.get(platform, ())):
+        try:
+            yield package, importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    yield "record schema", str(SCHEMA_VERSION)
