@@ -1,0 +1,132 @@
+"""The arguments of a compiled step: path, role, shape on one device and shape over all of them.
+
+In: `HloModule`, whose entry parameters carry the argument's path in `op_name` (`state['params']['layers']['q']`), and optionally what
+the step says of its roles. Out: `Argument`. Without roles, the words of the path decide.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from remat_kit.analysis.hlo import HloModule, Instruction, attribute
+from remat_kit.analysis.shapes import ArrayShape, arrays_of
+from remat_kit.memory import PeakKind
+
+_OPTIMIZER_WORDS = frozenset(
+    "mu nu opt_state optimizer_state optimizer opt momentum velocity ema trace count m_tree v_tree".split()
+)
+_PARAMETER_WORDS = frozenset("params param parameters weights model ws".split())
+_BATCH_WORDS = frozenset("batch tokens inputs targets labels images input_ids ids mask positions segment_ids tok".split())
+_ROLES = {
+    "parameters": PeakKind.PARAMETERS,
+    "optimizer_state": PeakKind.OPTIMIZER_STATE,
+    "batch": PeakKind.BATCH,
+    "other": PeakKind.OTHER_ARGUMENTS,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Argument:
+    """An array that the step takes.
+
+    Attributes:
+        number: Of the entry parameter.
+        path: As the program spells it.
+        kind: Parameters, optimizer state, batch, or other.
+        local: Shape on one device.
+        global_dims: Dimensions over all devices.
+    """
+
+    number: int
+    path: str
+    kind: PeakKind
+    local: ArrayShape
+    global_dims: tuple[int, ...]
+
+
+def arguments_of(module: HloModule, roles: Mapping[str, str] | None = None) -> tuple[Argument, ...]:
+    """Reads the arguments of a step.
+
+    Args:
+        module: Its compiled program.
+        roles: Path of an argument -> its role in the step (`remat_kit.step.ARGUMENT_ROLES`).
+
+    Returns:
+        Arguments by number.
+    """
+    entry = module.computations[module.entry]
+    found = [_argument(each, roles or {}) for each in entry.instructions if each.opcode == "parameter"]
+    return tuple(sorted(found, key=lambda argument: argument.number))
+
+
+def _argument(instruction: Instruction, roles: Mapping[str, str]) -> Argument:
+    path = instruction.op_name or instruction.name
+    arrays = arrays_of(instruction.shape)
+    local = arrays[0] if arrays else ArrayShape(dtype="opaque", dims=())
+    role = roles.get(path)
+    return Argument(
+        number=int(instruction.literal),
+        path=path,
+        kind=_ROLES[role] if role else kind_of_path(path, local.dtype),
+        local=local,
+        global_dims=_global_dims(local.dims, attribute(instruction, "sharding") or ""),
+    )
+
+
+def kind_of_path(path: str, dtype: str) -> PeakKind:
+    """Guesses an argument's role from the words of its path, outermost decisive word last.
+
+    Example:
+        >>> kind_of_path("st[1][0].nu['layers']['up']", "f32").value
+        'optimizer state'
+        >>> kind_of_path("batch['tokens']", "s32").value
+        'batch'
+    """
+    words = re.findall(r"[A-Za-z_]\w*", path.lower())
+    if any(word in _OPTIMIZER_WORDS for word in words):
+        return PeakKind.OPTIMIZER_STATE
+    if any(word in _PARAMETER_WORDS for word in words):
+        return PeakKind.PARAMETERS
+    if any(word in _BATCH_WORDS for word in words):
+        return PeakKind.BATCH
+    if dtype.startswith(("f", "bf")):
+        return PeakKind.PARAMETERS
+    return PeakKind.OTHER_ARGUMENTS
+
+
+def _global_dims(dims: tuple[int, ...], sharding: str) -> tuple[int, ...]:
+    tiles = re.search(r"devices=\[([\d,]+)\]", sharding)
+    if tiles is None:
+        return dims
+    factors = [int(part) for part in tiles[1].split(",")][: len(dims)]
+    return tuple(dim * factor for dim, factor in zip(dims, factors, strict=False))
+
+
+def same_dims(left: Iterable[int], right: Iterable[int]) -> bool:
+    """Whether two shapes hold the same dimensions, whatever their order, ones left out (layouts transpose, layers add a one)."""
+    return sorted(dim for dim in left if dim != 1) == sorted(dim for dim in right if dim != 1)
+
+
+def forms_of(argument: Argument) -> tuple[tuple[int, ...], ...]:
+    """Shapes under which an argument, its gradient or a copy appears: whole and one layer of it, over all devices and on one."""
+    whole = (argument.global_dims, argument.local.dims)
+    return tuple(dict.fromkeys(form for dims in whole for form in (dims, dims[1:]) if len([dim for dim in form if dim != 1]) > 0))
+
+
+def matching(arguments: Iterable[Argument], dims: tuple[int, ...]) -> Argument | None:
+    """The first weight that has a form with these dimensions; None for vectors that could be anything.
+
+    Args:
+        arguments: Candidates.
+        dims: Dimensions of some array.
+
+    Returns:
+        The argument.
+    """
+    real = [dim for dim in dims if dim != 1]
+    if len(real) < 2:
+        return None
+    for argument in arguments:
+        if argument.kind is PeakKind.PARAMETERS and any(same_dims(form, dims) for form in forms_of(argument)):
+            return argument
+    return None

@@ -1,0 +1,46 @@
+"""Forward, recompute, backward or update, from an operation's name in the compiled program.
+
+JAX leaves its name stack in `op_name`: what `jax.checkpoint` recomputes stands under `rematted_computation`, the rest of the
+differentiated region under `checkpoint`, what was differentiated under `jvp(…)`, what was transposed under `transpose(jvp(…))`.
+Hand-made loops carry no such marks: ours open named scopes, the innermost of which wins.
+"""
+
+import re
+from functools import lru_cache
+
+from remat_kit.memory import StepPhase
+
+_OURS = re.compile(r"remat_kit\.(forward|recompute|backward)")
+_CHECKPOINT = re.compile(r"(?<![\w.])checkpoint(?![\w.])")
+
+
+@lru_cache(maxsize=65536)
+def phase_of(op_name: str) -> StepPhase:
+    """Tells the phase of an operation.
+
+    Args:
+        op_name: Its name stack, from the metadata of the instruction.
+
+    Returns:
+        Its phase; `update` for names without a mark, the empty one too.
+
+    Example:
+        >>> phase_of("jit(step)/transpose(jvp())/while/body/checkpoint/rematted_computation/mlp/dot_general").value
+        'recompute'
+        >>> phase_of("jit(step)/transpose(jvp())/while/body/closed_call/checkpoint/mlp/dot_general").value
+        'backward'
+        >>> phase_of("jit(step)/transpose(jvp(remat_kit.backward))/while/body/remat_kit.recompute/mlp/dot_general").value
+        'recompute'
+    """
+    ours = _OURS.findall(op_name)
+    if ours and ours[-1] != "forward":
+        return StepPhase(ours[-1])
+    if "rematted_computation" in op_name:
+        return StepPhase.RECOMPUTE
+    if ours:
+        return StepPhase.FORWARD
+    if "transpose(" in op_name:
+        return StepPhase.BACKWARD
+    if "jvp(checkpoint)" not in op_name and _CHECKPOINT.search(op_name):
+        return StepPhase.BACKWARD
+    return StepPhase.FORWARD if "jvp(" in op_name else StepPhase.UPDATE
