@@ -12,7 +12,7 @@ import msgspec
 
 from remat_kit.compile.cache import Cache
 from remat_kit.compile.compiler import compile_lowered
-from remat_kit.compile.topology import devices_for
+from remat_kit.compile.topology import devices_for, identify
 from remat_kit.errors import PolicyError
 from remat_kit.grammar import parse_plan
 from remat_kit.policy import NO_REMAT, NoRemat, Plan, Policies
@@ -36,7 +36,8 @@ def measure(question: Question) -> Answer:
         PolicyError, TargetError, StepError: The question does not make sense.
         CompileError: The compiler failed on it.
     """
-    target = parse_target(question.target, load_rows(question.targets_file))
+    rows = load_rows(question.targets_file)
+    target = identify(parse_target(question.target, rows), rows)
     plan = parse_plan(question.policy)
     bare, _, baseline = _trace(question.factory, question.options, target, NO_REMAT)
     policies = bind_plan(plan, bare)
