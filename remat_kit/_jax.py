@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src.cudnn import fused_attention_stablehlo as _cudnn
 from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.cudnn import fused_attention_stablehlo as _cudnn
 from jax._src.interpreters import partial_eval as _pe
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxlib import _jax as _jaxlib
@@ -61,6 +61,12 @@ def inner_programs(eqn: Any) -> list[Any]:
     for value in params.values():
         found += [item for item in (value if isinstance(value, tuple) else (value,)) if isinstance(item, _PROGRAMS)]
     return found
+
+
+def argument_names(program: Any) -> tuple[str, ...]:
+    """What a program's parameters are called in the user's code, such as `params['up']`."""
+    jaxpr, _ = open_jaxpr(program)
+    return tuple(str(name) for name in jaxpr.debug_info.safe_arg_names(len(jaxpr.invars)))
 
 
 def user_frames(eqn: Any) -> Iterator[tuple[str, int]]:
@@ -125,7 +131,9 @@ def splash_attention_backward(
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash  # slow to import
 
     query, key, value, out, logsumexp = residuals
-    params = {name: kernel.kwargs[name] for name in inspect.signature(splash._splash_attention_bwd).parameters if name in kernel.kwargs}
+    params = {
+        name: kernel.kwargs[name] for name in inspect.signature(splash._splash_attention_bwd).parameters if name in kernel.kwargs
+    }
     saved = (query, key, value, None, None, out, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info)
     return splash._splash_attention_bwd(**params, res=saved, do=gradient)[3:6]
 

@@ -31,7 +31,7 @@ class Crossing(StrEnum):
 
 
 class Origin(StrEnum):
-    """Where a value comes from."""
+    """Where a value comes from; what no argument reaches is a constant, however it is computed."""
 
     ARGUMENT = "argument"
     CONSTANT = "constant"
@@ -116,6 +116,7 @@ class StepGraph:
         ops: In program order, but what carries a value around a loop comes at the end of its body.
         regions: Position = number of the region.
         inputs: Values that are the arguments, flattened.
+        input_names: What the user's code calls each of them, such as `params['up']`.
         outputs: Values that are the results; literals are left out.
         num_devices: Devices that the step runs on.
         notes: What could not be told exactly.
@@ -125,6 +126,111 @@ class StepGraph:
     ops: tuple[TracedOp, ...]
     regions: tuple[TracedRegion, ...]
     inputs: tuple[int, ...]
+    input_names: tuple[str, ...]
     outputs: tuple[int, ...]
     num_devices: int
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residual:
+    """A value that is kept from where it is made until the backward pass reads it.
+
+    Attributes:
+        names: Every name that `checkpoint_name` gave it, innermost first; () = none.
+        kind: Operation that made it: a primitive, `loop_carry` for what a loop hands from layer to layer, `argument`, `constant`.
+        source: `file:line` of the code that made it; for an argument, its name.
+        origin: Arguments and constants need no memory of their own.
+        shape: As kept, stacked over the loops around it; inside shard_map of one shard.
+        dtype: Name of its dtype.
+        num_layers: Iterations whose values are stacked; 1 = not stacked.
+        num_bytes: Over all devices and layers.
+        device_bytes: On one device, all layers; None = the compiler decides the sharding.
+        is_on_host: Whether it waits in host memory.
+        rule: Text of the rule that keeps it; `input` = the recomputed region reads it from outside; None = outside any region, or
+            under a policy that is not ours.
+        region: Region while whose recomputation it is kept; None = from the forward pass to the backward pass.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    source: str
+    origin: Origin
+    shape: tuple[int, ...]
+    dtype: str
+    num_layers: int
+    num_bytes: int
+    device_bytes: int | None
+    is_on_host: bool
+    rule: str | None
+    region: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputed:
+    """An operation that runs again in the backward pass.
+
+    Attributes:
+        kind: Name of the primitive.
+        names: Names of what it makes.
+        source: `file:line` of its code.
+        shape: Of its first result.
+        calls: How often it is recomputed in a step.
+        forward_calls: How often it runs in the forward pass; 0 = only in recomputation.
+        flops: Of all recomputations, per device; None = a kernel without a known price.
+        num_bytes: Read and written by all recomputations, per device.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    source: str
+    shape: tuple[int, ...]
+    calls: int
+    forward_calls: int
+    flops: int | None
+    num_bytes: int
+
+
+class SavingFault(StrEnum):
+    """What can be wrong with what a policy saves."""
+
+    SAVED_BUT_RECOMPUTED = "saved_but_recomputed"
+    NEVER_SAVED = "never_saved"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavingFinding:
+    """A saved value that saves no work, or a rule that saves nothing.
+
+    Attributes:
+        fault: Which.
+        names: Values that it is about.
+        needed_by: What still needs the recomputed operation; () for `never_saved`.
+        num_bytes: Bytes that the value takes, over all devices; 0 for `never_saved`.
+        flops: Recomputed in spite of it, per device; None = a kernel without a known price.
+        message: The finding in a sentence.
+    """
+
+    fault: SavingFault
+    names: tuple[str, ...]
+    needed_by: tuple[str, ...]
+    num_bytes: int
+    flops: int | None
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidualReport:
+    """What a differentiated program keeps and what it computes again.
+
+    Attributes:
+        findings: What is wrong with it: to be said first.
+        residuals: Kept from the forward to the backward pass, largest first, arguments and constants last.
+        during_recompute: Kept while a region is recomputed.
+        recomputed: Operations that run again, most FLOPs first.
+    """
+
+    findings: tuple[SavingFinding, ...]
+    residuals: tuple[Residual, ...]
+    during_recompute: tuple[Residual, ...]
+    recomputed: tuple[Recomputed, ...]

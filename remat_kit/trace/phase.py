@@ -1,8 +1,9 @@
 """Forward, recompute or backward, from the named scopes and transformations around an operation.
 
-JAX puts what `jax.checkpoint` recomputes under the scope `rematted_computation`, and what differentiation transposed under
-`transpose(…)`; the rest of a differentiated checkpoint region is backward. Hand-made loops carry neither mark: ours open the
-scopes below, and those win. What a forward loop of ours does inside an outer recomputed region is recomputation.
+JAX puts what differentiation transposed under `transpose(…)`, and in there what `jax.checkpoint` recomputes under the scope
+`rematted_computation`. That a checkpoint equation is `differentiated` says nothing: inside another region the forward pass has
+such equations too. Hand-made loops carry neither mark: ours open the scopes below, and those win. What a forward loop of ours
+does inside an outer recomputed region is recomputation.
 """
 
 import re
@@ -16,20 +17,19 @@ BACKWARD_SCOPE = "remat_kit.backward"
 _OURS = re.compile(r"remat_kit\.(forward|recompute|backward)")
 
 
-def phase_of(scope: str, *, in_region: bool) -> Phase:
+def phase_of(scope: str) -> Phase:
     """Tells the phase of an operation.
 
     Args:
         scope: Scopes around it, outermost first, joined by `/`.
-        in_region: Whether a differentiated checkpoint region is around it.
 
     Returns:
         Its phase.
 
     Example:
-        >>> phase_of("transpose(jvp())/rematted_computation/dot", in_region=True).value
+        >>> phase_of("transpose(jvp())/rematted_computation/dot").value
         'recompute'
-        >>> phase_of("transpose(jvp())/remat_kit.backward/jvp(remat_kit.recompute)", in_region=False).value
+        >>> phase_of("transpose(jvp())/remat_kit.backward/jvp(remat_kit.recompute)").value
         'recompute'
     """
     ours = _OURS.findall(scope)
@@ -39,4 +39,4 @@ def phase_of(scope: str, *, in_region: bool) -> Phase:
         return Phase.RECOMPUTE
     if ours:
         return Phase.FORWARD
-    return Phase.BACKWARD if in_region or "transpose(" in scope else Phase.FORWARD
+    return Phase.BACKWARD if "transpose(" in scope else Phase.FORWARD

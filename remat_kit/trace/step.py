@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from remat_kit.graph import Phase, StepGraph, TracedOp
+from remat_kit.graph import Crossing, Phase, StepGraph, TracedOp
 from remat_kit.records import KernelUse, NamedValue, StepTrace
 from remat_kit.step import Step
 from remat_kit.trace.build import build_graph
@@ -71,7 +71,7 @@ def is_kernel(op: TracedOp) -> bool:
 
 def _names(graph: StepGraph) -> tuple[NamedValue, ...]:
     """Instances are counted where the value is first made; a name that stands in recomputation only counts there."""
-    wholes = {op.inputs[0]: op.outputs[0] for op in graph.ops if op.kind == "shard_out" and op.inputs}
+    wholes = _whole_values(graph)
     counts: dict[tuple[str, tuple[int, ...], str], dict[Phase, int]] = {}
     for op in graph.ops:
         if op.kind == "name" and op.name is not None:
@@ -82,6 +82,20 @@ def _names(graph: StepGraph) -> tuple[NamedValue, ...]:
         NamedValue(name=name, shape=shape, dtype=dtype, count=max(1, phases.get(Phase.FORWARD) or max(phases.values())))
         for (name, shape, dtype), phases in counts.items()
     )
+
+
+def _whole_values(graph: StepGraph) -> dict[int, int]:
+    """Of a shard the value it is part of; where it leaves twice, not as the residual that JAX lays end to end along one axis."""
+    found: dict[int, int] = {}
+    for op in graph.ops:
+        if op.kind == Crossing.SHARD_OUT and op.inputs:
+            shard = op.inputs[0]
+            found[shard] = max(found.get(shard, op.outputs[0]), op.outputs[0], key=lambda whole: _num_split(graph, shard, whole))
+    return found
+
+
+def _num_split(graph: StepGraph, shard: int, whole: int) -> int:
+    return sum(part != size for part, size in zip(graph.values[shard].shape, graph.values[whole].shape, strict=True))
 
 
 def _kernels(graph: StepGraph, live: Iterable[TracedOp]) -> tuple[KernelUse, ...]:

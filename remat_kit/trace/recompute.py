@@ -1,0 +1,170 @@
+"""What runs again in the backward pass, and which saved values do not prevent it.
+
+In: a graph, its `Links` and what it keeps. Out: `Recomputed` and `SavingFinding` records. Recomputed and forward operations are
+matched by primitive, source line and shape, which JAX keeps when it splits a region. A saved value is held against the nearest
+matmul, kernel or convolution that made it: when that still runs in a region that reads the value, something else of it is needed.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+from remat_kit.graph import Crossing, Origin, Phase, Recomputed, SavingFault, SavingFinding, StepGraph, TracedOp
+from remat_kit.policy import Action, Named, matches
+from remat_kit.trace.kept import Kept, parsed_rules
+from remat_kit.trace.links import Links, same_value
+from remat_kit.trace.step import is_kernel
+
+_Code: TypeAlias = tuple[
+    str, str, tuple[int, ...]
+]  # primitive, source line, shape: the same in the forward pass and when it runs again
+_CROSSINGS = frozenset(Crossing)
+
+
+def recomputed_ops(graph: StepGraph, links: Links) -> tuple[Recomputed, ...]:
+    """Operations that run again, those of one line and primitive together, most FLOPs first."""
+    groups: dict[_Code, list[TracedOp]] = {}
+    forward_calls: dict[_Code, int] = {}
+    for op in graph.ops:
+        if op.is_live and op.phase is Phase.FORWARD:
+            forward_calls[_code(graph, op)] = forward_calls.get(_code(graph, op), 0) + op.calls
+        elif op.is_live and op.calls and op.phase is Phase.RECOMPUTE and op.kind not in _CROSSINGS and not same_value(graph, op):
+            groups.setdefault(_code(graph, op), []).append(op)
+    found = [
+        Recomputed(
+            kind=kind,
+            names=_names(links, (value for op in ops for value in op.outputs)),
+            source=source,
+            shape=shape,
+            calls=sum(op.calls for op in ops),
+            forward_calls=forward_calls.get((kind, source, shape), 0),
+            flops=_flops(graph, ops),
+            num_bytes=sum(op.num_bytes * op.calls for op in ops) // graph.num_devices,
+        )
+        for (kind, source, shape), ops in groups.items()
+    ]
+    return tuple(sorted(found, key=lambda op: (-(op.flops or 0), -op.num_bytes)))
+
+
+def find_faults(graph: StepGraph, links: Links, kept: Sequence[Kept]) -> tuple[SavingFinding, ...]:
+    """Saved values that save no work, then rules that save nothing."""
+    found = [fault for value in kept if (fault := _saved_but_recomputed(graph, links, value)) is not None]
+    found.sort(key=lambda fault: -(fault.flops or 0))
+    return (*found, *_never_saved(graph, kept))
+
+
+def _saved_but_recomputed(graph: StepGraph, links: Links, kept: Kept) -> SavingFinding | None:
+    record = kept.record
+    if not record.names or not kept.regions or record.origin is not Origin.OPERATION:
+        return None
+    code = {_code(graph, op) for op in _nearest_work(graph, links, kept.base)}
+    running = [op for op in graph.ops if op.is_live and op.calls and op.phase is Phase.RECOMPUTE and op.region in kept.regions]
+    again = [op for op in running if _code(graph, op) in code]
+    needed_by = tuple(dict.fromkeys(need for op in again for need in _needs(links, op)))
+    if not needed_by:
+        return None
+    name, flops = " = ".join(record.names), _flops(graph, again)
+    work = ", ".join(dict.fromkeys(_words(op) for op in again))
+    return SavingFinding(
+        fault=SavingFault.SAVED_BUT_RECOMPUTED,
+        names=record.names,
+        needed_by=needed_by,
+        num_bytes=record.num_bytes,
+        flops=flops,
+        message=f"{name} is saved, but {work} still runs again because of {', '.join(needed_by)}.",
+    )
+
+
+def _nearest_work(graph: StepGraph, links: Links, value: int) -> list[TracedOp]:
+    """The matmuls, kernels and convolutions that a value comes from without another one between, in the same loop body."""
+    found, seen, waiting = [], set(), [value]
+    while waiting:
+        op = links.maker.get(waiting.pop())
+        if op is None or op.outputs[0] in seen or (op.kind in _CROSSINGS and not same_value(graph, op)):
+            continue
+        seen.add(op.outputs[0])
+        if _is_work(op):
+            found.append(op)
+        else:
+            waiting += op.inputs
+    return found
+
+
+def _needs(links: Links, op: TracedOp) -> tuple[str, ...]:
+    """What a recomputed operation runs for: the nearest value, or further work, that its results lead to in the backward pass."""
+    return tuple(dict.fromkeys(need for output in op.outputs if (need := _nearest_need(links, op, output)) is not None))
+
+
+def _nearest_need(links: Links, op: TracedOp, output: int) -> str | None:
+    seen, waiting = {output}, [output]
+    while waiting:
+        value = waiting.pop(0)
+        for reader in links.readers.get(value, ()):
+            if reader.phase is not Phase.RECOMPUTE:
+                return _value_words(links, value, op, output)
+            if _is_work(reader):
+                return _words(reader)
+            waiting += [made for made in reader.outputs if made not in seen]
+            seen.update(reader.outputs)
+    return None
+
+
+def _never_saved(graph: StepGraph, kept: Sequence[Kept]) -> list[SavingFinding]:
+    """Names that a rule asks for, that exist, and that nothing in the backward pass reads."""
+    present = dict.fromkeys(op.name for op in graph.ops if op.kind == "name" and op.name is not None)
+    saved = {name for value in kept for name in value.record.names}
+    asked = dict.fromkeys(
+        pattern
+        for region in graph.regions
+        for rule in parsed_rules(region)
+        if isinstance(rule, Named) and rule.action is not Action.RECOMPUTE
+        for pattern in rule.patterns
+    )
+    found = []
+    for pattern in asked:
+        names = tuple(name for name in present if matches(pattern, name))
+        if names and not saved.intersection(names):
+            found.append(
+                SavingFinding(
+                    fault=SavingFault.NEVER_SAVED,
+                    names=names,
+                    needed_by=(),
+                    num_bytes=0,
+                    flops=0,
+                    message=f"{', '.join(names)} is never saved: the backward pass of no region reads it. What a region returns "
+                    "is kept as the input of the next one, if at all: name that input.",
+                )
+            )
+    return found
+
+
+def _code(graph: StepGraph, op: TracedOp) -> _Code:
+    return op.kind, op.source, graph.values[op.outputs[0]].shape if op.outputs else ()
+
+
+def _is_work(op: TracedOp) -> bool:
+    return op.flops != 0
+
+
+def _flops(graph: StepGraph, ops: Sequence[TracedOp]) -> int | None:
+    if any(op.flops is None for op in ops):
+        return None
+    return sum((op.flops or 0) * op.calls for op in ops) // graph.num_devices
+
+
+def _names(links: Links, values: Iterable[int]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for value in values for name in links.names.get(links.root[value], ())))
+
+
+def _words(op: TracedOp) -> str:
+    return f"{op.name if is_kernel(op) else op.kind} ({op.source or 'unknown line'})"
+
+
+def _value_words(links: Links, value: int, op: TracedOp, output: int) -> str:
+    """A value that the backward pass reads: by name, else by the result of the operation that leads to it."""
+    names = links.names.get(links.root[value])
+    if names:
+        return " = ".join(names)
+    if len(op.outputs) > 1:
+        return f"result {op.outputs.index(output)} of {_words(op)}, which has no name"
+    maker = links.origin_op(value)
+    return "its own result, which has no name" if maker is None or maker is op else f"the unnamed {_words(maker)}"
