@@ -45,6 +45,10 @@ class RematWarning(UserWarning):
     """A wrapping that works but does not do what was probably meant; the message gives the reason."""
 
 
+class DumpError(RematKitError, ValueError):
+    """A compiler's dump that is missing, cut off, or disagrees with the compiler's own totals."""
+
+
 def nearest(given: str, allowed: Iterable[str]) -> str:
     """Words the near miss of a mistyped word.
 

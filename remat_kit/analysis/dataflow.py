@@ -18,7 +18,8 @@ _MOVES = frozenset(
     "async-done async-update reduce-precision pad bitcast-convert collective-permute collective-permute-start "
     "collective-permute-done".split()
 )
-_ALIASES = frozenset("copy bitcast copy-start copy-done optimization-barrier opt-barrier".split())
+# XLA:CPU updates bf16 stacks in f32 and casts them to and fro.
+_ALIASES = frozenset("copy bitcast convert copy-start copy-done optimization-barrier opt-barrier".split())
 _MAX_DEPTH = 200
 
 
@@ -58,12 +59,14 @@ class Dataflow:
         where: Name of an instruction -> name of its computation.
         loops: Name of a loop's body or condition -> name of the `while`.
         users: Name of an instruction -> names of the instructions that read it.
+        callers: Name of a fused computation -> name of the fusion.
     """
 
     module: HloModule
     where: Mapping[str, str]
     loops: Mapping[str, str]
     users: Mapping[str, tuple[str, ...]]
+    callers: Mapping[str, str]
 
 
 def index_dataflow(module: HloModule) -> Dataflow:
@@ -71,14 +74,23 @@ def index_dataflow(module: HloModule) -> Dataflow:
     where: dict[str, str] = {}
     loops: dict[str, str] = {}
     users: dict[str, list[str]] = {}
+    callers: dict[str, str] = {}
     for computation in module.computations.values():
         for instruction in computation.instructions:
             where[instruction.name] = computation.name
             for operand in instruction.operands:
                 users.setdefault(operand, []).append(instruction.name)
+            if instruction.opcode == "fusion":
+                callers[instruction.called[0]] = instruction.name
             if instruction.opcode == "while":
                 loops[body_of(instruction)] = loops[condition_of(instruction)] = instruction.name
-    return Dataflow(module=module, where=where, loops=loops, users={name: tuple(readers) for name, readers in users.items()})
+    return Dataflow(
+        module=module,
+        where=where,
+        loops=loops,
+        users={name: tuple(readers) for name, readers in users.items()},
+        callers=callers,
+    )
 
 
 def instruction_of(flow: Dataflow, name: str) -> Instruction | None:
@@ -93,8 +105,27 @@ def tuple_index(instruction: Instruction) -> int:
     return int(match[1]) if match else 0
 
 
-def argument_of(flow: Dataflow, name: str, index: int | None = None, depth: int = 0) -> int | None:
-    """Number of the entry argument that a value is a copy, cast, slice or gathered form of.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What a value is a copy, cast, slice or gathered form of; one of both is given.
+
+    Attributes:
+        argument: Number of an entry argument.
+        element: A stack that a loop has filled.
+    """
+
+    argument: int | None = None
+    element: Element | None = None
+
+
+def argument_of(flow: Dataflow, name: str, index: int | None = None) -> int | None:
+    """Number of the entry argument that a value is a copy, cast, slice or gathered form of; None when it is computed."""
+    origin = origin_of(flow, name, index)
+    return origin.argument if origin else None
+
+
+def origin_of(flow: Dataflow, name: str, index: int | None = None, depth: int = 0) -> Origin | None:
+    """What a value is a copy, cast, slice or gathered form of.
 
     Args:
         flow: Indices of the module.
@@ -103,44 +134,44 @@ def argument_of(flow: Dataflow, name: str, index: int | None = None, depth: int 
         depth: Steps taken so far.
 
     Returns:
-        The argument's number; None when the value is computed.
+        An argument or a stack; None when the value is computed.
     """
     instruction = instruction_of(flow, name)
     if instruction is None or depth > _MAX_DEPTH:
         return None
     match instruction.opcode:
         case "parameter":
-            return _argument_of_parameter(flow, instruction, index, depth)
+            return _origin_of_parameter(flow, instruction, index, depth)
         case "get-tuple-element":
-            return argument_of(flow, instruction.operands[0], tuple_index(instruction), depth + 1)
+            return origin_of(flow, instruction.operands[0], tuple_index(instruction), depth + 1)
         case "tuple" if index is not None:
-            return argument_of(flow, instruction.operands[index], None, depth + 1)
+            return origin_of(flow, instruction.operands[index], None, depth + 1)
         case "while" if index is not None:
             element = element_of_loop(flow, instruction, index)
             if element.use is ElementUse.INVARIANT:
-                return argument_of(flow, instruction.operands[0], index, depth + 1)
-            return None
+                return origin_of(flow, instruction.operands[0], index, depth + 1)
+            return Origin(element=element) if element.use is ElementUse.STACK else None
         case "fusion":
             inner = _moved_parameter(flow.module.computations[instruction.called[0]], index)
-            return None if inner is None else argument_of(flow, instruction.operands[inner], None, depth + 1)
+            return None if inner is None else origin_of(flow, instruction.operands[inner], None, depth + 1)
         case "dynamic-update-slice":
-            return argument_of(flow, instruction.operands[1], None, depth + 1)
+            return origin_of(flow, instruction.operands[1], None, depth + 1)
         case "all-gather" | "all-gather-done" | "all-reduce" if index is not None and index < len(instruction.operands):
-            return argument_of(flow, instruction.operands[index], None, depth + 1)
+            return origin_of(flow, instruction.operands[index], None, depth + 1)
         case opcode if opcode in _MOVES and instruction.operands:
             # An asynchronous start is a tuple of operand, result …: what it moves is its operand.
-            return argument_of(flow, instruction.operands[0], None, depth + 1)
+            return origin_of(flow, instruction.operands[0], None, depth + 1)
     return None
 
 
-def _argument_of_parameter(flow: Dataflow, parameter: Instruction, index: int | None, depth: int) -> int | None:
+def _origin_of_parameter(flow: Dataflow, parameter: Instruction, index: int | None, depth: int) -> Origin | None:
     computation = flow.where[parameter.name]
     if computation == flow.module.entry:
-        return int(parameter.literal)
+        return Origin(argument=int(parameter.literal))
     loop = instruction_of(flow, flow.loops.get(computation, ""))
     if loop is None or index is None or element_of_loop(flow, loop, index).use is not ElementUse.INVARIANT:
         return None
-    return argument_of(flow, loop.operands[0], index, depth + 1)
+    return origin_of(flow, loop.operands[0], index, depth + 1)
 
 
 def _moved_parameter(inner: Computation, index: int | None) -> int | None:

@@ -1,0 +1,158 @@
+"""What the memory peak is made of.
+
+In: `Dump`, what the step says of its arguments and what the trace calls its residuals. Out: `PeakClass` lines that sum to the total:
+arguments, outputs, and the arena at its peak, every byte once: buffers under the most certain of their names, padding, and the holes
+between them, computed from offsets.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from remat_kit.analysis.assignment import Allocation
+from remat_kit.analysis.classify import label_of
+from remat_kit.analysis.dump import Dump
+from remat_kit.analysis.labels import Evidence, Label
+from remat_kit.analysis.liveness import Arena, LiveValue, logical_bytes, phase_at, space_of
+from remat_kit.analysis.shapes import arrays_of
+from remat_kit.memory import PeakClass, PeakKind, Space
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """Bytes of the arena at the peak, with their label."""
+
+    label: Label
+    num_bytes: int
+    logical_bytes: int
+    padding_bytes: int
+    shape: str
+
+
+def peak_classes(dump: Dump, evidence: Evidence, arena: Arena, *, space: Space) -> tuple[PeakClass, ...]:
+    """Splits the memory of a space at its peak.
+
+    Args:
+        dump: The dump.
+        evidence: What is known of the program.
+        arena: Of the space.
+        space: Device or host.
+
+    Returns:
+        Lines, largest first; they sum to arguments + outputs - aliases + arena.
+    """
+    lines = [*_fixed(dump, evidence, space), *_merge(_settle(list(_pieces(evidence, arena))))]
+    holes = arena.size_bytes - arena.live_bytes
+    if holes:
+        lines.append(_line(PeakKind.HOLES, "between living buffers", num_bytes=holes))
+    return tuple(sorted((line for line in lines if line.bytes), key=lambda line: -line.bytes))
+
+
+def _line(kind: PeakKind, name: str, *, num_bytes: int) -> PeakClass:
+    return PeakClass(kind=kind, name=name, layers=1, bytes=num_bytes, logical_bytes=0, source="")
+
+
+def _fixed(dump: Dump, evidence: Evidence, space: Space) -> Iterator[PeakClass]:
+    """Arguments, and results that lie in no argument."""
+    by_number = {argument.number: argument for argument in evidence.arguments}
+    padding = 0
+    for each in dump.allocations:
+        if space_of(each.color) is not space or each.is_thread_local or each.is_temp:
+            continue
+        argument = by_number.get(each.parameter) if each.parameter is not None else None
+        if argument is None and not each.is_live_out:
+            continue
+        logical = min(each.size_bytes, argument.local.num_bytes if argument else _logical(each))
+        padding += each.size_bytes - logical
+        yield PeakClass(
+            kind=argument.kind if argument else PeakKind.OUTPUTS,
+            name=argument.path if argument else "results",
+            layers=1,
+            bytes=logical,
+            logical_bytes=logical,
+            source="",
+            shape=each.values[0].shape if each.values else "",
+        )
+    if padding:
+        yield _line(PeakKind.PADDING, "arguments and results", num_bytes=padding)
+
+
+def _logical(allocation: Allocation) -> int:
+    """Bytes of the first array in an allocation; a table of pointers has no padding."""
+    arrays = [value for value in allocation.values if not value.shape.startswith("(")]
+    return sum(array.num_bytes for array in arrays_of(arrays[0].shape)) if arrays else allocation.size_bytes
+
+
+def _pieces(evidence: Evidence, arena: Arena) -> Iterator[_Piece]:
+    """Living buffers of the peak: values of one place are one buffer; of what overlaps partly the larger one has the bytes."""
+    flow = evidence.flow
+    schedule_phase = phase_at(flow, arena.peak_instruction)
+    places: dict[tuple[int, int], list[LiveValue]] = {}
+    for each in arena.values:
+        if each.start <= arena.peak_point <= each.end and each.value.size_bytes:
+            places.setdefault((each.offset_bytes, each.value.size_bytes), []).append(each)
+    taken = _Taken()
+    for (offset, size), values in sorted(places.items(), key=lambda place: -place[0][1]):
+        new = taken.take(offset, offset + size)
+        if not new:
+            continue
+        labels = [(label_of(evidence, *each.value.key, schedule_phase), each) for each in values]
+        label, chosen = max(labels, key=lambda pair: pair[0].certainty)
+        logical = logical_bytes(chosen.value)
+        padding = min(size - logical, new)
+        yield _Piece(label=label, num_bytes=new - padding, logical_bytes=logical, padding_bytes=padding, shape=chosen.value.shape)
+
+
+def _settle(pieces: list[_Piece]) -> list[_Piece]:
+    """Where a stack is dead and a copy of it in another layout lives, the copy is the stack."""
+    alive = {(piece.label.kind, piece.label.name) for piece in pieces}
+    settled = []
+    for piece in pieces:
+        label = piece.label
+        if label.copy_of and (label.kind, label.copy_of) not in alive:
+            piece = replace(piece, label=replace(label, name=label.copy_of))
+        settled.append(piece)
+    return settled
+
+
+class _Taken:
+    """Intervals of bytes that have been given away, disjoint."""
+
+    def __init__(self) -> None:
+        self.intervals: list[tuple[int, int]] = []
+
+    def take(self, low: int, high: int) -> int:
+        """Takes what is free between two offsets; gives the bytes that were."""
+        touching = [each for each in self.intervals if each[0] < high and low < each[1]]
+        gaps = list(_gaps(low, high, touching))
+        self.intervals += gaps
+        return sum(end - start for start, end in gaps)
+
+
+def _gaps(low: int, high: int, taken: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    for start, end in sorted(taken):
+        if low < start:
+            yield low, start
+        low = max(low, end)
+    if low < high:
+        yield low, high
+
+
+def _merge(pieces: Iterable[_Piece]) -> Iterator[PeakClass]:
+    """Adds up equal lines; padding has a line for each name."""
+    groups: dict[tuple[PeakKind, str, int, str], list[_Piece]] = {}
+    for piece in pieces:
+        label = piece.label
+        groups.setdefault((label.kind, label.name, label.layers, label.source), []).append(piece)
+    for (kind, name, layers, source), members in groups.items():
+        yield PeakClass(
+            kind=kind,
+            name=name,
+            layers=layers,
+            bytes=sum(piece.num_bytes for piece in members),
+            logical_bytes=sum(piece.logical_bytes for piece in members),
+            source=source,
+            shape=members[0].shape,
+            num_buffers=len(members),
+        )
+        if padding := sum(piece.padding_bytes for piece in members):
+            yield _line(PeakKind.PADDING, name, num_bytes=padding)

@@ -1,0 +1,99 @@
+"""Labels of buffers, what they are judged by, and the words for operations.
+
+`classify` makes labels; `attribution` adds them up.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from remat_kit.analysis.arguments import Argument
+from remat_kit.analysis.dataflow import Dataflow
+from remat_kit.analysis.stacks import LAYER_INPUTS, Stack
+from remat_kit.graph import Residual
+from remat_kit.memory import PeakKind
+
+_DROPPED = re.compile(
+    r"^(?:jit|pjit|xla_call|core_call|remat|vmap|custom_jvp_call|custom_vjp_call)\(.*\)$|^(?:while|body|cond|closed_call|checkpoint|"
+    r"rematted_computation|eval_jaxpr|branch_\d+_fun|shard_map|custom_vjp_call|custom_jvp_call|jvp\(\)|transpose\(jvp\(\)\)|remat_kit\.\w+)$"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """What a buffer holds.
+
+    Attributes:
+        kind: The class.
+        name: Which of it.
+        layers: Layers stacked in it.
+        op_name: The program's words.
+        source: `file:line`.
+        certainty: How strong the evidence is: of several names for one buffer the most certain wins.
+        copy_of: For a copy of a whole stack in its own element type: the stack's name. Where the stack itself is dead, the copy is it.
+    """
+
+    kind: PeakKind
+    name: str
+    layers: int = 1
+    op_name: str = ""
+    source: str = ""
+    certainty: int = 0
+    copy_of: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What is known of the program.
+
+    Attributes:
+        flow: Indices of the module.
+        arguments: Its arguments.
+        stacks: What its loops stack.
+        residuals: What the trace says is kept.
+        vocabulary: Sizes of vocabularies: dimensions that only embeddings and output heads have.
+    """
+
+    flow: Dataflow
+    arguments: tuple[Argument, ...]
+    stacks: Mapping[tuple[str, int], Stack]
+    residuals: Sequence[Residual]
+    vocabulary: frozenset[int]
+
+
+def vocabulary_of(arguments: Sequence[Argument]) -> frozenset[int]:
+    """Dimensions of two-dimensional weights that are larger than the other one and that no stacked weight has."""
+    weights = [each for each in arguments if each.kind is PeakKind.PARAMETERS]
+    inner = {dim for each in weights if len(each.global_dims) > 2 for dim in each.global_dims}
+    named = [each for each in weights if len(each.global_dims) == 2 and max(each.global_dims) >= 512]
+    large = {dim for each in named for dims in (each.global_dims, each.local.dims) for dim in dims if dim == max(dims)}
+    words = re.compile(r"emb|head|wte|vocab|unembed|logits", re.IGNORECASE)
+    sure = {dim for each in named if words.search(each.path) for dim in (max(each.global_dims), max(each.local.dims))}
+    tokens = {math.prod(each.local.dims) for each in arguments if each.kind is PeakKind.BATCH}
+    return frozenset((large - inner - tokens) & sure)
+
+
+def residual_name(residual: Residual | None, op_name: str) -> str:
+    """What to call a residual: its names, or the operation that made it."""
+    if residual is None:
+        return short_name(op_name)
+    if residual.names:
+        return "+".join(residual.names)
+    return LAYER_INPUTS if residual.kind == "loop_carry" else short_name(op_name) or residual.kind
+
+
+def short_name(op_name: str) -> str:
+    """An operation's name without the transformations and loops around it.
+
+    Example:
+        >>> short_name("jit(step)/transpose(jvp(head))/while/body/closed_call/checkpoint/mlp/dot_general")
+        'head/mlp/dot_general'
+    """
+    words = []
+    for part in op_name.split("/"):
+        if _DROPPED.match(part):
+            continue
+        inner = re.match(r"^(?:transpose\(|jvp\(|vmap\()+([^()]*)\)+$", part)
+        words.append(inner[1] if inner else part)
+    return "/".join(word for word in words if word)
