@@ -42,6 +42,9 @@ def label_of(evidence: Evidence, name: str, index: str, point: StepPhase) -> Lab
     instruction = instruction_of(evidence.flow, name)
     if instruction is None:
         return Label(kind=PeakKind.OTHER, name=name)
+    if instruction.opcode == "async-start" and name in evidence.flow.waits and index:
+        # Its tuple holds operands, result and context: the result is what the waiting instruction has.
+        return label_of(evidence, evidence.flow.waits[name], index.partition(",")[2], point)
     position = int(index.split(",")[0]) if index else None
     if instruction.shape.startswith("(") and position is None:
         return Label(kind=PeakKind.OTHER, name="tables of tuples")

@@ -69,7 +69,7 @@ def holds_collective(module: HloModule, instruction: Instruction) -> bool:
     """Whether an instruction starts, completes or, as a fusion, holds a collective."""
     if instruction.opcode.removesuffix("-done").removesuffix("-start") in OPCODES:
         return True
-    if instruction.opcode not in ("fusion", "async-start", "async-done"):
+    if instruction.opcode != "fusion":
         return False
     return any(collective_opcode(inner) for name in instruction.called for inner in module.computations[name].instructions)
 

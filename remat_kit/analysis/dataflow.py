@@ -60,6 +60,7 @@ class Dataflow:
         loops: Name of a loop's body or condition -> name of the `while`.
         users: Name of an instruction -> names of the instructions that read it.
         callers: Name of a fused computation -> name of the fusion.
+        waits: Name of an `async-start` -> name of the instruction that has its result.
     """
 
     module: HloModule
@@ -67,6 +68,7 @@ class Dataflow:
     loops: Mapping[str, str]
     users: Mapping[str, tuple[str, ...]]
     callers: Mapping[str, str]
+    waits: Mapping[str, str]
 
 
 def index_dataflow(module: HloModule) -> Dataflow:
@@ -75,11 +77,14 @@ def index_dataflow(module: HloModule) -> Dataflow:
     loops: dict[str, str] = {}
     users: dict[str, list[str]] = {}
     callers: dict[str, str] = {}
+    waits: dict[str, str] = {}
     for computation in module.computations.values():
         for instruction in computation.instructions:
             where[instruction.name] = computation.name
             for operand in instruction.operands:
                 users.setdefault(operand, []).append(instruction.name)
+            if instruction.started_by:
+                waits[instruction.started_by] = instruction.name
             if instruction.opcode == "fusion":
                 callers[instruction.called[0]] = instruction.name
             if instruction.opcode == "while":
@@ -90,6 +95,7 @@ def index_dataflow(module: HloModule) -> Dataflow:
         loops=loops,
         users={name: tuple(readers) for name, readers in users.items()},
         callers=callers,
+        waits=waits,
     )
 
 

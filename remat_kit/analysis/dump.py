@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from remat_kit.analysis.assignment import Allocation, LiveRanges, read_assignment, read_live_ranges
-from remat_kit.analysis.hlo import HloModule, read_module
+from remat_kit.analysis.hlo import HloModule
+from remat_kit.analysis.hlo_reader import read_module
 from remat_kit.errors import DumpError
 
 _ASSIGNMENT = "after_optimizations-buffer-assignment.txt"

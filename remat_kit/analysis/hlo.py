@@ -1,16 +1,12 @@
-"""Reads scheduled HLO text, as compilers dump it, into plain records.
+"""A compiled module as plain records: computations with their instructions in schedule order, and stack frames.
 
-In: the text of a module after optimization (CPU, GPU and TPU write the same grammar). Out: computations with their instructions in
-schedule order, and the stack frames that the table at the module's top holds. One pass over the lines; what few readers need
-(windows, dimension numbers, replica groups …) stays text in `attributes` and is read by `attribute`. Trip counts and aliasing through
-loops are in `loops`.
+`hlo_reader` makes them. What few readers need (windows, dimension numbers, replica groups …) stays text in `attributes` and is read by
+`attribute`. Trip counts are in `loops`, where values come from in `dataflow`.
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-
-from remat_kit.analysis.shapes import element_of
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +40,7 @@ class Instruction:
         op_name: The program's own words for it, from its metadata; may be empty.
         frame: Number of its stack frame; 0 = unknown.
         called: Names of the computations that it calls.
+        started_by: For what runs beside the schedule: the instruction that starts it; this one waits for its result. Else empty.
     """
 
     name: str
@@ -55,6 +52,7 @@ class Instruction:
     op_name: str
     frame: int
     called: tuple[str, ...]
+    started_by: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,174 +91,6 @@ class HloModule:
     num_partitions: int
 
 
-_NAME = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = ")
-_ARRAY_OPCODE = re.compile(r"(\S+) ([a-z][\w\-]*)\(")
-_TUPLE_OPCODE = re.compile(r"\) ([a-z][\w\-]*)\(")
-_OPERAND = re.compile(r"%([\w.\-]+(?:#\d+(?:,\d+)*)?)")
-_CALLED = re.compile(
-    r"\b(?:calls|body|condition|to_apply|called_computations|branch_computations|true_computation|false_computation)="
-    r"(?:%([\w.\-]+)|\{([^}]*)\})"
-)
-_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-_FRAME_ID = re.compile(r"stack_frame_id=(\d+)")
-_OWN_SOURCE = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
-_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
-
-
-def read_module(text: str) -> HloModule:
-    """Reads a module.
-
-    Args:
-        text: HLO text of one scheduled module.
-
-    Returns:
-        Its records.
-
-    Raises:
-        ValueError: If the text holds no entry computation.
-    """
-    lines = text.splitlines()
-    if not lines or not lines[0].startswith("HloModule"):
-        raise ValueError("This is no HLO text: it must begin with 'HloModule'.")
-    frames, start = _read_frames(lines)
-    reader = _Reader(frames=frames)
-    for line in lines[start:]:
-        reader.take(line)
-    if not reader.entry:
-        raise ValueError("This HLO text has no ENTRY computation: was it cut off?")
-    partitions = re.search(r"num_partitions=(\d+)", lines[0])
-    name = re.match(r"HloModule ([\w.\-]+)", lines[0])
-    return HloModule(
-        name=name[1] if name else "",
-        computations=reader.computations,
-        entry=reader.entry,
-        frames=reader.frames,
-        num_partitions=int(partitions[1]) if partitions else 1,
-    )
-
-
-class _Reader:
-    """State of the pass over the lines: the open computation, and all closed ones."""
-
-    def __init__(self, *, frames: dict[int, Frame]) -> None:
-        self.frames = frames
-        self.own_frames: dict[tuple[str, int], int] = {}
-        self.computations: dict[str, Computation] = {}
-        self.entry = ""
-        self._name = ""
-        self._root = ""
-        self._open: dict[str, Instruction] = {}
-
-    def take(self, line: str) -> None:
-        if line.startswith("}"):
-            instructions = tuple(self._open.values())
-            root = self._root or (instructions[-1].name if instructions else "")
-            self.computations[self._name] = Computation(name=self._name, instructions=instructions, by_name=self._open, root=root)
-            self._name, self._root, self._open = "", "", {}
-        elif self._name:
-            self._take_instruction(line)
-        elif header := _HEADER.match(line):
-            self._name = header[2]
-            self.entry = header[2] if header[1] else self.entry
-
-    def _take_instruction(self, line: str) -> None:
-        match = _NAME.match(line)
-        if match is None:
-            return
-        instruction = _read_instruction(match[2], line[match.end() :], self)
-        for operand in instruction.operands:
-            if "#" in operand and operand not in self._open:
-                self._take_element(operand)
-        self._open[match[2]] = instruction
-        if match[1]:
-            self._root = match[2]
-
-    def _take_element(self, name: str) -> None:
-        """Spells out `%tuple#2`, which newer XLA writes for an element of a tuple, as a get-tuple-element of that name."""
-        whole, indices = name.split("#")
-        for index in indices.split(","):
-            source = self._open[whole]
-            whole = f"{whole},{index}" if "#" in whole else f"{whole}#{index}"
-            self._open[whole] = replace(
-                source,
-                name=whole,
-                shape=element_of(source.shape, int(index)),
-                opcode="get-tuple-element",
-                operands=(source.name,),
-                literal="",
-                attributes=f"index={index}",
-                called=(),
-            )
-
-    def frame_of(self, attributes: str) -> int:
-        """Number of the frame; instructions that carry their own file and line get a frame made for them."""
-        if match := _FRAME_ID.search(attributes):
-            return int(match[1])
-        own = _OWN_SOURCE.search(attributes) if "source_file=" in attributes else None
-        if own is None:
-            return 0
-        key = (own[1], int(own[2] or 0))
-        if key not in self.own_frames:
-            self.own_frames[key] = -1 - len(self.own_frames)
-            self.frames[self.own_frames[key]] = Frame(file=key[0], function="", line=key[1], parent=0)
-        return self.own_frames[key]
-
-
-def _read_instruction(name: str, rest: str, reader: _Reader) -> Instruction:
-    if rest.startswith("("):
-        match = _TUPLE_OPCODE.search(rest)
-        shape = rest[: match.start() + 1] if match else ""
-    else:
-        match = _ARRAY_OPCODE.match(rest)
-        shape = match[1] if match else ""
-    if match is None:
-        raise ValueError(f"This HLO line can't be read: {name} = {rest[:200]}")
-    opcode = match[match.lastindex or 1]
-    inside, attributes = _split_call(rest, match.end())
-    is_leaf = opcode in ("constant", "parameter")
-    op_name = _OP_NAME.search(attributes)
-    return Instruction(
-        name=name,
-        shape=shape,
-        opcode=opcode,
-        operands=() if is_leaf else _operands(inside),
-        literal=inside if is_leaf else "",
-        attributes=attributes,
-        op_name=op_name[1].replace("\\", "") if op_name else "",
-        frame=reader.frame_of(attributes),
-        called=tuple(_called(attributes)),
-    )
-
-
-def _split_call(rest: str, start: int) -> tuple[str, str]:
-    """Splits behind the parenthesis that closes the one before `start`."""
-    end = rest.find(")", start)
-    if "(" not in rest[start:end]:
-        return rest[start:end], rest[end + 1 :]
-    depth = 1
-    for match in re.finditer(r"[()]", rest[start:]):
-        depth += 1 if match[0] == "(" else -1
-        if depth == 0:
-            return rest[start : start + match.start()], rest[start + match.end() :]
-    return rest[start:], ""
-
-
-def _operands(inside: str) -> tuple[str, ...]:
-    if "%" in inside:
-        return tuple(_OPERAND.findall(inside))
-    return tuple(word.split()[-1] for word in re.sub(r"/\*.*?\*/", "", inside).split(",") if word.strip())
-
-
-def _called(attributes: str) -> Iterator[str]:
-    if "=%" not in attributes and "computations={" not in attributes:
-        return
-    for single, several in _CALLED.findall(attributes):
-        if single:
-            yield single
-        else:
-            yield from (name.strip().lstrip("%") for name in several.split(","))
-
-
 def attribute(instruction: Instruction, key: str) -> str | None:
     """The text of one attribute.
 
@@ -279,39 +109,3 @@ def source_of(module: HloModule, frame: int) -> str:
     """`file:line` of the innermost frame; empty when unknown."""
     found = module.frames.get(frame)
     return f"{found.file}:{found.line}" if found else ""
-
-
-def _read_frames(lines: list[str]) -> tuple[dict[int, Frame], int]:
-    """Reads the tables at the module's top; also gives the first line behind them."""
-    tables: dict[str, dict[int, str]] = {}
-    current: dict[int, str] | None = None
-    last = 0
-    for number, line in enumerate(lines[1:], 1):
-        if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
-            current = tables.setdefault(line, {})
-        elif line.startswith(("%", "ENTRY")):
-            break
-        elif current is not None and (row := re.match(r"(\d+) (.*)", line)):
-            current[int(row[1])] = row[2]
-            last = number
-    return _join_frames(tables), last + 1
-
-
-def _join_frames(tables: dict[str, dict[int, str]]) -> dict[int, Frame]:
-    files, functions = tables.get("FileNames", {}), tables.get("FunctionNames", {})
-    locations = {number: _fields(row) for number, row in tables.get("FileLocations", {}).items()}
-    frames: dict[int, Frame] = {}
-    for number, row in tables.get("StackFrames", {}).items():
-        fields = _fields(row)
-        location = locations.get(fields.get("file_location_id", 0), {})
-        frames[number] = Frame(
-            file=files.get(location.get("file_name_id", 0), "").strip('"'),
-            function=functions.get(location.get("function_name_id", 0), "").strip('"'),
-            line=location.get("line", 0),
-            parent=fields.get("parent_frame_id", 1) - 1,  # XLA writes the parent's number plus one
-        )
-    return frames
-
-
-def _fields(row: str) -> dict[str, int]:
-    return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", row)}

@@ -26,7 +26,7 @@ class Execution:
         times: Runs in a step.
         loop: Name of the innermost `while` around it; empty outside.
         op_name: The program's words for it, those of the loop where the compiler left none.
-        is_async: Whether it stands in a computation that runs beside the schedule.
+        is_async: Whether it runs beside the schedule, from an `async-start` on.
     """
 
     instruction: Instruction
@@ -52,9 +52,9 @@ def executions(module: HloModule) -> Iterator[Execution]:
         module: A module.
 
     Yields:
-        Instructions of the entry, of loops, branches, calls and asynchronous computations; not of fusions or reducers.
+        Instructions of the entry, of loops, branches and calls; not of fusions or reducers.
     """
-    yield from _walk(module, module.computations[module.entry], _Place(times=1, loop="", op_name="", is_async=False))
+    yield from _walk(module, module.computations[module.entry], _Place(times=1, loop="", op_name=""))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,6 @@ class _Place:
     times: int
     loop: str
     op_name: str
-    is_async: bool
 
 
 def _walk(module: HloModule, computation: Computation, place: _Place) -> Iterator[Execution]:
@@ -76,13 +75,13 @@ def _walk(module: HloModule, computation: Computation, place: _Place) -> Iterato
             times=place.times,
             loop=place.loop,
             op_name=op_name,
-            is_async=place.is_async,
+            is_async=bool(instruction.started_by),
         )
         if instruction.opcode == "while":
             times = place.times * (trip_count(module, computation, instruction) or 1)
             inner = replace(place, times=times, loop=instruction.name, op_name=op_name)
-        elif instruction.opcode in ("call", "conditional", "async-start"):
-            inner = replace(place, op_name=op_name, is_async=place.is_async or instruction.opcode == "async-start")
+        elif instruction.opcode in ("call", "conditional"):
+            inner = replace(place, op_name=op_name)
         else:
             continue
         for name in instruction.called:
