@@ -41,10 +41,14 @@ def main() -> None:
 
 @main.command()
 @click.argument("step")
-@click.option("--policy", "policies", multiple=True, required=True, metavar="POLICY", help="none, full, save(q,k), a preset, a plan …")
+@click.option(
+    "--policy", "policies", multiple=True, required=True, metavar="POLICY", help="none, full, save(q,k), a preset, a plan …"
+)
 @click.option("--target", "targets", multiple=True, required=True, metavar="TARGET", help="h100, h100:8, v5e:2x2, cpu …")
 @click.option("--budget", metavar="BYTES|PERCENT", help="Memory per device: 16GiB or 90%. Default: the target's own.")
-@click.option("--memory-fraction", metavar="PART", default=DEFAULT_MEMORY_FRACTION, show_default=True, help="Of a GPU, by default.")
+@click.option(
+    "--memory-fraction", metavar="PART", default=DEFAULT_MEMORY_FRACTION, show_default=True, help="Of a GPU, by default."
+)
 @click.option("--set", "settings", multiple=True, metavar="OPTION=VALUE", help="Option of the step factory.")
 @click.option("--xla", "xla", multiple=True, metavar="NAME=VALUE", help="Compiler option of the real run.")
 @click.option("--format", "form", type=click.Choice(["table", "json", "markdown"]), default="table", show_default=True)

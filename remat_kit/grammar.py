@@ -153,7 +153,9 @@ class _Reader:
         if word in tuple(Action):
             return Named(Action(word), tuple(_unquote(name) for name in names))
         if word not in ("smaller", "cheap"):
-            raise PolicyError(f"unknown rule {word}(…) in {self.text!r}.{nearest(word + '(', _CALLS)} Rules: {', '.join(_CALLS)}…)")
+            raise PolicyError(
+                f"unknown rule {word}(…) in {self.text!r}.{nearest(word + '(', _CALLS)} Rules: {', '.join(_CALLS)}…)"
+            )
         if len(names) > 1:
             raise PolicyError(f"{word}(…) in {self.text!r} takes one number, not {len(names)}.")
         return Smaller(self.size(names[0])) if word == "smaller" else Cheap(self.number(names[0]))
@@ -199,7 +201,9 @@ class _Reader:
 
     def error(self, expected: str) -> PolicyError:
         rest = self.text[self.position :]
-        return PolicyError(f"{self.text!r}: {expected}, found {rest[:20]!r}." if rest else f"{self.text!r}: {expected}, found the end.")
+        return PolicyError(
+            f"{self.text!r}: {expected}, found {rest[:20]!r}." if rest else f"{self.text!r}: {expected}, found the end."
+        )
 
 
 def _unquote(word: str) -> str:

@@ -1,7 +1,7 @@
 """Every record that crosses a stage: plain, frozen data without JAX, that JSON can hold.
 
-`StepTrace` comes out of `trace`, `CompiledStep` out of `compile`, `CompareRow` and `Comparison` out of the verbs; `report` writes them
-down. Bytes and FLOPs are per device. A number that could not be had is None, and a note beside it says why.
+`StepTrace` comes out of `trace`, `CompiledStep` out of `compile`, `CompareRow` and `Comparison` out of the verbs; `report` writes
+them down. Bytes and FLOPs are per device. A number that could not be had is None, and a note beside it says why.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """The step contract: what a factory returns, so that a training step can be compiled under any policy for any target.
 
 A factory is `f(policies, devices, **options) -> Step`, named `module:function` on the command line. It is handed `policies`
-(`policies["layers"]` is the `StackPlan` of that stack, to be given to `remat_kit.remat`) and the target's devices, and owns its mesh.
-A complete one:
+(`policies["layers"]` is the `StackPlan` of that stack, to be given to `remat_kit.remat`) and the target's devices, and owns its
+mesh. A complete one:
 
     def step(policies, devices, *, batch: int = 8, depth: int = 4) -> Step:
         block = remat(my_block, policies["layers"], prevent_cse=False)
@@ -99,7 +99,7 @@ class Step:
         *args: Any,
         stacks: tuple[Stack, ...] = (),
         roles: Any = (),
-        knobs: Knobs = Knobs(),  # noqa: B008 (frozen)
+        knobs: Knobs = Knobs(),
     ) -> "Step":
         """Wraps a training step that is already jitted; donation and static arguments are taken from it.
 
@@ -120,10 +120,14 @@ class Step:
             (0,)
         """
         if not hasattr(jitted, "trace"):
-            raise StepError(f"from_jit takes what jax.jit returned, not {type(jitted).__name__}: wrap it as jax.jit(step, donate_argnums=0).")
+            raise StepError(
+                f"from_jit takes what jax.jit returned, not {type(jitted).__name__}: wrap it as jax.jit(step, donate_argnums=0)."
+            )
         abstract = tuple(jax.tree.map(_abstract, argument) for argument in args)
         infos = jitted.trace(*abstract).args_info[0]
-        dynamic = tuple(position for position, argument in enumerate(abstract) if len(infos) == len(args) or _has_arrays(argument))
+        dynamic = tuple(
+            position for position, argument in enumerate(abstract) if len(infos) == len(args) or _has_arrays(argument)
+        )
         donate = tuple(number for number, info in enumerate(infos) if any(leaf.donated for leaf in jax.tree.leaves(info)))
 
         def call(*given: Any) -> Any:

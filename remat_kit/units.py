@@ -22,12 +22,8 @@ def format_bytes(num_bytes: int) -> str:
     """
     if abs(num_bytes) < 1024:
         return f"{num_bytes} B"
-    scaled, unit = float(num_bytes), "B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        scaled /= 1024
-        if abs(scaled) < 1024:
-            break
-    return f"{scaled:,.2f} {unit}"
+    exponent = min((abs(num_bytes).bit_length() - 1) // 10, 4)
+    return f"{num_bytes / 1024**exponent:,.2f} {('KiB', 'MiB', 'GiB', 'TiB')[exponent - 1]}"
 
 
 def format_scaled(value: float, unit: str) -> str:
@@ -37,12 +33,9 @@ def format_scaled(value: float, unit: str) -> str:
         >>> format_scaled(989e12, "FLOP/s"), format_scaled(0, "FLOP")
         ('989 TFLOP/s', '0 FLOP')
     """
-    scaled, prefix = float(value), ""
-    for prefix in ("", "k", "M", "G", "T", "P", "E"):
-        if abs(scaled) < 999.5:
-            break
-        scaled /= 1000
-    return f"{scaled:.3g} {prefix}{unit}"
+    prefixes = ("", "k", "M", "G", "T", "P", "E")
+    exponent = next((number for number in range(6) if abs(value) < 999.5 * 1000**number), 6)
+    return f"{value / 1000**exponent:.3g} {prefixes[exponent]}{unit}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -6,7 +6,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from remat_kit import Knobs, Stack, Step, remat
 
-ROLES = {"mlp_in": ("up",), "mlp_out": ("down",), "query": (), "key": (), "value": ()}
+ROLES = {"mlp_in": ("up",), "mlp_out": ("down",), "query": (), "key": (), "value": (), "attention_out": ()}
 
 
 def block(x_BD, weights):

@@ -41,7 +41,7 @@ def test_presets_keep_what_their_sources_say():
 
 def test_preset_needs_every_role_or_its_declared_absence():
     partial = {role: names for role, names in ROLES.items() if role != Role.ATTENTION_OUT}
-    with pytest.raises(PolicyError, match="keeps the role attention_out.*in its Stack, add roles|roles="):
+    with pytest.raises(PolicyError, match=r"keeps the role attention_out.*In its Stack, add roles="):
         resolve(Preset("save_out_proj"), partial)
     assert resolve(Preset("save_out_proj"), {**partial, Role.ATTENTION_OUT: ()}) == Remat(())
 
@@ -59,7 +59,10 @@ def test_plan_fits_stacks():
     assert fitted("full", layers=12) == {"layers": "full*12"}
     assert fitted("full*8 | none", layers=12) == {"layers": "full*8 | none*4"}
     assert fitted("dots", encoder=4, decoder=2) == {"encoder": "dots*4", "decoder": "dots*2"}
-    assert fitted("decoder=none; encoder=full*1|dots*3", encoder=4, decoder=2) == {"encoder": "full*1 | dots*3", "decoder": "none*2"}
+    assert fitted("decoder=none; encoder=full*1|dots*3", encoder=4, decoder=2) == {
+        "encoder": "full*1 | dots*3",
+        "decoder": "none*2",
+    }
 
 
 @pytest.mark.parametrize(
@@ -96,7 +99,8 @@ def test_patterns_are_what_the_user_wrote():
 
 
 @pytest.mark.parametrize(
-    ("text", "num_bytes"), [("16GiB", 2**34), ("16g", 2**34), ("16GB", 16 * 10**9), ("1.5KiB", 1536), ("7", 7), ("3 MiB", 3 * 2**20)]
+    ("text", "num_bytes"),
+    [("16GiB", 2**34), ("16g", 2**34), ("16GB", 16 * 10**9), ("1.5KiB", 1536), ("7", 7), ("3 MiB", 3 * 2**20)],
 )
 def test_bytes(text, num_bytes):
     assert parse_bytes(text) == num_bytes
@@ -109,7 +113,13 @@ def test_not_bytes(text):
 
 
 def test_format_bytes_carries_over_at_each_unit():
-    assert [format_bytes(value) for value in (0, 1023, 1024, 2**40, 3 * 2**50)] == ["0 B", "1023 B", "1.00 KiB", "1.00 TiB", "3,072.00 TiB"]
+    assert [format_bytes(value) for value in (0, 1023, 1024, 2**40, 3 * 2**50)] == [
+        "0 B",
+        "1023 B",
+        "1.00 KiB",
+        "1.00 TiB",
+        "3,072.00 TiB",
+    ]
 
 
 def test_budgets():

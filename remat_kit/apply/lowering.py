@@ -19,7 +19,13 @@ from remat_kit.policy import Action, ByKind, Cheap, Kind, Named, Remat, Rule, Sm
 HOST_MEMORY_KIND = "pinned_host"
 
 _MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_matmul", "scaled_dot_general")
-_KERNELS = ("pallas_call", "triton_kernel_call", "ffi_call", "dot_product_attention_fwd_wrapper", "dot_product_attention_fp8_fwd_wrapper")
+_KERNELS = (
+    "pallas_call",
+    "triton_kernel_call",
+    "ffi_call",
+    "dot_product_attention_fwd_wrapper",
+    "dot_product_attention_fp8_fwd_wrapper",
+)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -33,6 +39,7 @@ class CheckpointPolicy:
     rules: tuple[Rule, ...]
 
     def __call__(self, primitive: Primitive, *avals: object, **params: object) -> object:
+        """JAX's verdict for one operation, given its operands' shapes and its parameters."""
         for rule in reversed(self.rules):
             verdict = _verdict(rule, primitive, avals, params)
             if verdict is not None:

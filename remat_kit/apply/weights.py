@@ -1,7 +1,7 @@
 """The rule `weights`: keep every matrix multiplication of an activation with weights, whatever its batch dimensions.
 
-A policy is asked about one operation at a time and can't tell a weight from an activation, and batch dimensions don't tell either:
-an expert's or a vmapped layer's weights have them, attention scores too. So the block is traced, weights are followed from its
+A policy is asked about one operation at a time and can't tell a weight from an activation. Batch dimensions don't tell either: an
+expert's or a vmapped layer's weights have them, attention scores too. So the block is traced, weights are followed from its
 parameters, and the outputs of those matmuls are named; the rule is then a rule by that name, and stays true under `vmap`.
 """
 

@@ -58,7 +58,8 @@ def _verdict(target: str, comparison: Comparison) -> str:
     over = [row for row in measured if row.status is Status.OVER_BUDGET]
     if measured and len(over) == len(measured):
         least = min(measured, key=lambda row: row.total_bytes or 0)
-        return f"{target}: nothing fits; the least is {least.policy} with {_bytes(least.total_bytes)} of {_bytes(least.budget_bytes)}."
+        used = f"{_bytes(least.total_bytes)} of {_bytes(least.budget_bytes)}"
+        return f"{target}: nothing fits; the least is {least.policy} with {used}."
     if not measured:
         return f"{target}: nothing could be measured."
     return f"{target}: not ranked{'' if measured[0].budget_bytes else ', there is no budget (--budget)'}."
@@ -68,7 +69,9 @@ def _where(rows: list[CompareRow], comparison: Comparison) -> str:
     if len(rows) == len(comparison.rows):
         return ""
     targets = list(dict.fromkeys(row.target for row in rows))
-    whole = all(sum(row.target == target for row in rows) == sum(r.target == target for r in comparison.rows) for target in targets)
+    whole = all(
+        sum(row.target == target for row in rows) == sum(r.target == target for r in comparison.rows) for target in targets
+    )
     if whole:
         return f"{', '.join(targets)}: "
     return ", ".join(f"{row.policy} on {row.target}" for row in rows) + ": "

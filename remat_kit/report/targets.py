@@ -23,8 +23,12 @@ def write_targets(rows: list[tuple[TargetRow, Availability]], console: Console) 
     for remedy in dict.fromkeys(found.remedy for _, found in rows if found.remedy):
         names = ", ".join(row.kind for row, found in rows if found.remedy == remedy)
         console.print(Text(f"{names}: {remedy}"))
-    console.print(Text("Spelled h100 (one device), h100:8 (a host of 8), h100:2x8 (hosts x devices), v5e:2x2, v5p:2x2x4, cpu:8, attached."))
-    console.print(Text("memory of a TPU: what its compiler accepts; peak: dense 16-bit matmuls; all per JAX device.", style="dim"))
+    console.print(
+        Text("Spelled h100 (one device), h100:8 (a host of 8), h100:2x8 (hosts x devices), v5e:2x2, v5p:2x2x4, cpu:8, attached.")
+    )
+    console.print(
+        Text("memory of a TPU: what its compiler accepts; peak: dense 16-bit matmuls; all per JAX device.", style="dim")
+    )
 
 
 def _cells(row: TargetRow, found: Availability) -> tuple[str, ...]:

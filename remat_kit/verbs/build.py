@@ -96,7 +96,9 @@ def check_names(plan: Plan, trace: StepTrace) -> None:
         for pattern in patterns(policy):
             if not any(matches(pattern, name) for name in names):
                 listing = ", ".join(names) or "none: name values with jax.ad_checkpoint.checkpoint_name"
-                raise PolicyError(f"{str(policy)!r}: no value is named {pattern!r}. Names in the step: {listing}.{nearest(pattern, names)}")
+                raise PolicyError(
+                    f"{str(policy)!r}: no value is named {pattern!r}. Names in the step: {listing}.{nearest(pattern, names)}"
+                )
 
 
 def _options(factory: Factory) -> dict[str, inspect.Parameter]:
@@ -146,8 +148,10 @@ def _place(step: Step, devices: Sequence[jax.Device]) -> Step:
     if all(getattr(leaf, "sharding", None) is not None for leaf in leaves):
         return _check_devices(step, devices)
     if len(devices) > 1:
-        raise StepError(f"the step's arguments have no shardings, and the target has {len(devices)} devices: give each "
-                        "jax.ShapeDtypeStruct a sharding over them.")
+        raise StepError(
+            f"the step's arguments have no shardings, and the target has {len(devices)} devices: give each "
+            "jax.ShapeDtypeStruct a sharding over them."
+        )
     here = SingleDeviceSharding(devices[0])
     args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), step.args)
     return dataclasses.replace(step, args=args)
@@ -157,7 +161,9 @@ def _check_devices(step: Step, devices: Sequence[jax.Device]) -> Step:
     allowed = set(devices)
     for leaf in jax.tree.leaves(step.args):
         if not leaf.sharding.device_set <= allowed:
-            raise StepError("the step's arguments live on other devices than the factory was given: build the mesh from `devices`.")
+            raise StepError(
+                "the step's arguments live on other devices than the factory was given: build the mesh from `devices`."
+            )
     return step
 
 

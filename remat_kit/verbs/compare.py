@@ -1,7 +1,7 @@
 """`compare`: one training step, several policies, several targets -> one row each, measured by each target's own compiler.
 
-In the caller's process, which needs no JAX: texts are checked, every row is asked of a worker process, and what comes back is held
-against the budget. A compiler that crashes or hangs costs its row, never the table.
+In the caller's process, which needs no JAX: texts are checked, every row is asked of a worker process, and what comes back is
+held against the budget. A compiler that crashes or hangs costs its row, never the table.
 """
 
 import dataclasses

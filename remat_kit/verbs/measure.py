@@ -69,6 +69,6 @@ def _check_applied(plan: Plan, trace: StepTrace, baseline: StepTrace) -> None:
     asked = [policy for policy in plan.policies if not isinstance(policy, NoRemat)]
     if asked and trace.num_remat_regions <= baseline.num_remat_regions:
         raise PolicyError(
-            f"{str(plan)!r} changed nothing: the traced step has as many jax.checkpoint regions as without it. In the factory, apply "
-            "it: block = remat(block, policies[stack])."
+            f"{str(plan)!r} changed nothing: the traced step has as many jax.checkpoint regions as without it. In the factory, "
+            "apply it: block = remat(block, policies[stack])."
         )

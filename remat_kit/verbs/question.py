@@ -1,7 +1,7 @@
 """What goes to the worker process and what comes back, and how a step factory is named, sent and found.
 
-A factory is `module:function` where it can be imported, and cloudpickle bytes where it can't (a notebook, `__main__`): those travel
-over the pipe to our own worker only, never through a file.
+A factory is `module:function` where it can be imported, and cloudpickle bytes where it can't (a notebook, `__main__`): those
+travel over the pipe to our own worker only, never through a file.
 """
 
 import base64
@@ -86,7 +86,9 @@ def load_factory(spelled: str) -> Callable[..., object]:
         found = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise StepError(f"importing {module_name!r} failed: it needs the module {error.name!r}, which is not installed.") from error
+            raise StepError(
+                f"importing {module_name!r} failed: it needs the module {error.name!r}, which is not installed."
+            ) from error
         raise StepError(f"no module {error.name!r} for step {spelled!r}; looked in {_search_path()}.") from None
     for part in path.split("."):
         if not hasattr(found, part):
