@@ -1,8 +1,8 @@
 """Arguments of a wrapped call, parted into what is traced and what stays Python.
 
-`jax.checkpoint` makes a tracer of every leaf, so that `train=True` can no longer steer an `if`. Here only arrays (and modules that
-hold state) are handed to it; every other leaf, and every argument that the caller names as static, keeps its Python value. In: a
-call's arguments; out: `Constants`, a hashable record of what stays, and the list of the rest.
+`jax.checkpoint` makes a tracer of every leaf, so that `train=True` can no longer steer an `if`. Here only arrays (and modules
+that hold state) are handed to it; every other leaf, and every argument that the caller names as static, keeps its Python value.
+In: a call's arguments; out: `Constants`, a hashable record of what stays, and the list of the rest.
 """
 
 import enum

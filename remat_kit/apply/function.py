@@ -1,8 +1,8 @@
 """Rematerialization of anything that can be called: `remat`, and what it does to functions.
 
-In: a function, a Linen or NNX module, class or method, and a policy. Out: the same kind of thing, which recomputes in its backward
-pass what the policy does not keep. What is special to Linen and to NNX is in `linen.py` and `nnx.py`; Flax is imported only once
-somebody has.
+In: a function, a Linen or NNX module, class or method, and a policy. Out: the same kind of thing, which recomputes in its
+backward pass what the policy does not keep. What is special to Linen and to NNX is in `linen.py` and `nnx.py`; Flax is imported
+only once somebody has.
 """
 
 import functools
@@ -27,9 +27,12 @@ Target = TypeVar("Target", bound=Callable[..., Any])
 MARK = "_remat_kit_policy"
 """Attribute of everything that is wrapped here: the policy it follows."""
 
+_CHECKPOINT_FILE = inspect.unwrap(jax.checkpoint).__code__.co_filename
 _MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 _LOOPS = ("scan", "while")
-_MANY_MATMULS = 8  # more than one head, one loss and one small block have; a whole model has as many in a few layers
+_MANY_MATMULS = 8  # a head with its loss, or one small block, has fewer; a whole model of a few layers has more
+_MANY_CHECKPOINT_FILE = inspect.unwrap(jax.checkpoint).__code__.co_filename
+_MATMULS = 8  # more than one head, one loss and one small block have; a whole model has as many in a few layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +76,9 @@ def rules_of(policy: Policy | StackPlan | str) -> Remat | None:
         case Remat():
             return single
         case Preset(name):
-            raise PolicyError(f"preset {name!r} names roles, not values: turn it into rules with remat_kit.resolve(policy, roles).")
+            raise PolicyError(
+                f"preset {name!r} names roles, not values: turn it into rules with remat_kit.resolve(policy, roles)."
+            )
         case _:
             assert_never(single)
 
@@ -191,12 +196,29 @@ def is_wrapped(target: Any) -> bool:
         return hasattr(target, MARK) or target.__name__ in [f"Checkpoint{base.__name__}" for base in target.__mro__[1:2]]
     if not inspect.isroutine(target):
         return is_wrapped(type(target))
-    checkpoint_file = inspect.unwrap(jax.checkpoint).__code__.co_filename
     layers = [target]
     while hasattr(layers[-1], "__wrapped__"):
         layers.append(layers[-1].__wrapped__)
     codes = [getattr(layer, "__code__", None) for layer in layers]
-    return hasattr(target, MARK) or any(code is not None and code.co_filename == checkpoint_file for code in codes)
+    return hasattr(target, MARK) or any(code is not None and code.co_filename == _CHECKPOINT_FILE for code in codes)
+
+
+def num_enclosing_checkpoints() -> int:
+    """How many `jax.checkpoint` are being traced around the caller; JAX has no name for it, so the frames are counted."""
+    frames = []
+    frame = inspect.currentframe()
+    while frame is not None:
+        frames.append(frame.f_code)
+        frame = frame.f_back
+    return sum(code.co_filename == _CHECKPOINT_FILE and code.co_name == "fun_remat" for code in frames)
+
+
+def equations_of(program: Any) -> Iterator[Any]:
+    """The equations of a jaxpr and of all jaxprs within, in order."""
+    for equation in _jax.open_jaxpr(program)[0].eqns:
+        yield equation
+        for inner in _jax.inner_programs(equation):
+            yield from equations_of(inner)
 
 
 def _frameworks() -> list[Any]:
@@ -214,18 +236,11 @@ def _is_scalar(result: Any) -> bool:
 
 
 def _warn_of_whole_loss(program: Any, fn: Callable[..., Any]) -> None:
-    names = [equation.primitive.name for equation in _equations(program)]
+    names = [equation.primitive.name for equation in equations_of(program)]
     num_matmuls = sum(name in _MATMULS for name in names)
     num_regions = sum(name in ("checkpoint", "remat2") for name in names)
     if num_matmuls and (num_matmuls > _MANY_MATMULS or num_regions > 1 or any(name in _LOOPS for name in names)):
         warn(
-            f"{getattr(fn, '__name__', fn)!r} returns a scalar and holds {num_matmuls} matmuls: rematerializing a whole loss saves "
-            "no memory, as its backward pass starts by recomputing all of it at once. Wrap the layers instead."
+            f"{getattr(fn, '__name__', fn)!r} returns a scalar and holds {num_matmuls} matmuls: rematerializing a whole loss "
+            "saves no memory, as its backward pass starts by recomputing all of it at once. Wrap the layers instead."
         )
-
-
-def _equations(program: Any) -> Iterator[Any]:
-    for equation in _jax.open_jaxpr(program)[0].eqns:
-        yield equation
-        for inner in _jax.inner_programs(equation):
-            yield from _equations(inner)

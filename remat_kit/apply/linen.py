@@ -1,6 +1,6 @@
 """Rematerialization of Flax Linen: classes, instances, methods, and functions that are handed modules with state.
 
-Built on `nn.remat`, which lifts a module's variables and random keys into `jax.checkpoint`; beyond it, arguments that are no arrays
+Like `nn.remat` this lifts a module's variables and random keys into `jax.checkpoint`; beyond it, arguments that are no arrays
 stay Python values, keyword arguments included, and classes keep their name, so that Flax derives the same parameter names.
 """
 

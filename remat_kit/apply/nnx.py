@@ -39,20 +39,26 @@ def wrap_module(target: Any, wrapping: Wrapping) -> Any | None:
 
 def holds_state(tree: Any) -> bool:
     """Whether there is a module, a variable or another object with state in the tree."""
-    return any(_is_node(leaf) for leaf in jax.tree.leaves(tree, is_leaf=_is_node))
+    return any(is_node(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_node))
 
 
 def call_with_modules(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, wrapping: Wrapping, static: StaticArguments
 ) -> Any:
     """Calls a function, some of whose arguments hold state, rematerialized; `self` is an argument like others."""
-    constants, leaves = split_arguments(args, kwargs, static=static, is_node=_is_node)
+    constants, leaves = split_arguments(args, kwargs, static=static, is_node=is_node)
 
     def remat(leaves: list[Any]) -> Any:
         args, kwargs = join_arguments(constants, leaves)
         return fn(*args, **kwargs)
 
-    return nnx.remat(remat, policy=lower_policy(wrapping.policy), prevent_cse=wrapping.prevent_cse)(leaves)
+    # `nnx.remat` writes every variable back, which those that a trace closes over forbid; without graph updates it writes back
+    # what changed alone (and Flax raises as it does without remat), but loses variables that the call adds.
+    variables = [node for _, node in nnx.iter_graph(leaves, graph=True) if isinstance(node, nnx.Variable)]
+    graph_updates = all(variable._can_update for variable in variables)  # no public name asks
+    return nnx.remat(remat, policy=lower_policy(wrapping.policy), prevent_cse=wrapping.prevent_cse, graph_updates=graph_updates)(
+        leaves
+    )
 
 
 def with_class(module: nnx.Module, module_class: type[nnx.Module]) -> Any:
@@ -62,7 +68,8 @@ def with_class(module: nnx.Module, module_class: type[nnx.Module]) -> Any:
     return copy
 
 
-def _is_node(value: Any) -> bool:
+def is_node(value: Any) -> bool:
+    """Whether an object is handed to NNX as it is."""
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
