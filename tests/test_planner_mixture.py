@@ -94,6 +94,13 @@ def test_three_segments_equal_brute_force(rows, num_layers, room):
 @given(ROWS, ROWS, st.integers(1, 4), st.integers(1, 4), ROOMS)
 def test_two_different_stacks_equal_brute_force(first, second, num_first, num_second, room):
     check([stack(num_first, first[:3]), stack(num_second, second[:3])], room)
+    check([stack(num_first, first[:3], max_segments=3), stack(num_second, second[:3], max_segments=1)], room)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(ROWS, min_size=3, max_size=3), ROOMS)
+def test_blocks_that_all_differ_equal_brute_force(rows, room):
+    check([stack(1 + number % 2, part[:3]) for number, part in enumerate(rows)], room)
 
 
 @settings(max_examples=60, deadline=None)

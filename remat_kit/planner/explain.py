@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from remat_kit.planner.blocks import BlockGraph, Objective, unpriced
+from remat_kit.planner.blocks import Objective, unpriced
 from remat_kit.planner.closure import LayerChoice, close
 from remat_kit.planner.frontier import FrontierPoint, frontier
 from remat_kit.planner.layout import Layout, PlannedStack
 from remat_kit.planner.ledger import Ledger
-from remat_kit.planner.model import MemoryModel, layer_features, prior
+from remat_kit.planner.model import MemoryModel, layer_features, prior, working_features
 from remat_kit.planner.results import Decision, Measured, Part, PlanResult
 from remat_kit.planner.solve import cost_of
 from remat_kit.policy import Action
@@ -146,12 +146,13 @@ def parts_of(layout: Layout, *, model: MemoryModel, total_bytes: int) -> tuple[P
         kept = sum(
             amount * model.coefficient(feature) * segment.num_layers
             for segment in segments
-            for feature, amount in layer_features(name, segment.choice).items()
+            for feature, amount in layer_features(name, segment.choice, is_whole=True).items()
             if not feature.startswith("layers ")
         )
         parts.append(Part(label=f"{name}: parameters, optimizer state, gradients and inputs of the layers", num_bytes=round(own)))
         parts.append(Part(label=f"{name}: values kept for the backward pass", num_bytes=round(kept)))
-    working = max(segment.choice.working_bytes for _, segment in layout.segments) * model.coefficient("working") / 2**20
+    stack, widest = max(layout.segments, key=lambda pair: pair[1].choice.working_bytes)
+    working = sum(amount * model.coefficient(feature) for feature, amount in working_features(stack, widest.choice).items())
     parts.append(Part(label="working set of a layer's backward pass", num_bytes=round(working)))
     rest = total_bytes - sum(part.num_bytes for part in parts)
     return (Part(label="outside the layers (embedding, loss, their state and gradients)", num_bytes=rest), *parts)
@@ -163,8 +164,8 @@ def sentence_of(result: PlanResult, layout: Layout) -> str:
     if not result.fits:
         largest = max(result.parts, key=lambda part: part.num_bytes)
         return (
-            f"Nothing fits: the smallest plan found, {result.plan!r}, takes {total}, {format_bytes(result.missing_bytes)} more than "
-            f"the budget of {budget}; the largest part is {largest.label} with {format_bytes(largest.num_bytes)}."
+            f"Nothing fits: the smallest plan found, {result.plan!r}, takes {total}, {format_bytes(result.missing_bytes)} more "
+            f"than the budget of {budget}; the largest part is {largest.label} with {format_bytes(largest.num_bytes)}."
         )
     work = f"repeats {format_scaled(result.recompute_flops, 'FLOP')}" if result.recompute_flops else "repeats no matmul"
     share = f" ({result.recompute_flops / result.flops:.1%} of the step)" if result.recompute_flops else ""

@@ -90,7 +90,7 @@ def compile_points(points: Sequence[FrontierPoint], measure: Measure, *, num_com
     for number, point in enumerate(points):
         if number in chosen:
             measured = measure(point.plan, None)
-            point = dataclasses.replace(  # noqa: PLW2901
+            point = dataclasses.replace(
                 point, compiled_total_bytes=measured.total_bytes, recompute_flops=measured.recompute_flops
             )
         compiled.append(point)
@@ -144,7 +144,9 @@ def maximize(
     first = max(1, (start or step) // step)
     low, high = _bracket(fits, first if top is None else min(first, top), top)
     while low is not None and high is not None and high - low > 1:
-        guess = _on_line(seen, low, high, budget_bytes)
+        # A line finds the place at once where totals are straight; halving now and then bounds the rest.
+        is_straight = len(seen) < 8 or len(seen) % 2 == 0
+        guess = _on_line(seen, low, high, budget_bytes) if is_straight else (low + high) // 2
         low, high = (guess, high) if fits(guess) else (low, guess)
     shown = low if low is not None else 1
     return Maximum(

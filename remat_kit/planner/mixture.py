@@ -1,8 +1,8 @@
 """How many layers of each stack get which policy, so that the step costs least and fits: exact, by a formula or a solver.
 
 In: per stack, what each of its policies comes to per layer. Out: counts. A step's bytes are fixed bytes + the sum over layers of
-what each keeps + the largest working set of any policy in use. One stack with at most two policies has a closed form,
-everything else is an integer program (HiGHS), whose answer is checked in whole bytes. Ties go to fewer names, then fewer bytes.
+what each keeps + the largest working set of any policy in use. With at most two policies each, one stack has a closed form and
+several are joined (`mixture_join`); everything else is an integer program (`mixture_milp`). Ties go to fewer names, then bytes.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from remat_kit.planner.mixture_join import joined_counts
 from remat_kit.planner.mixture_milp import solve_counts
 from remat_kit.planner.options import Counts, Filled, StackOptions, filled, tie_key
 
@@ -45,17 +46,15 @@ def fill(stacks: Sequence[StackOptions], room: Room) -> Filled | None:
     Returns:
         The counts and what they come to, None when nothing fits.
     """
-    if len(stacks) == 1 and stacks[0].max_segments <= 2 and len(stacks[0].costs) <= MAX_PAIRED:
+    free, floor = room.budget_bytes - room.fixed_bytes, room.working_floor_bytes
+    is_small = all(stack.max_segments <= 2 and len(stack.costs) <= MAX_PAIRED for stack in stacks)
+    if is_small and len(stacks) == 1:
         counts = _best_pair(stacks[0], room)
+    elif is_small:
+        counts = joined_counts(stacks, budget_bytes=free, working_floor_bytes=floor)
     else:
-        counts = solve_counts(
-            stacks, budget_bytes=room.budget_bytes - room.fixed_bytes, working_floor_bytes=room.working_floor_bytes
-        )
-    return (
-        None
-        if counts is None
-        else filled(stacks, counts, fixed_bytes=room.fixed_bytes, working_floor_bytes=room.working_floor_bytes)
-    )
+        counts = solve_counts(stacks, budget_bytes=free, working_floor_bytes=floor)
+    return None if counts is None else filled(stacks, counts, fixed_bytes=room.fixed_bytes, working_floor_bytes=floor)
 
 
 def smallest(stacks: Sequence[StackOptions], room: Room) -> Filled:

@@ -2,8 +2,8 @@
 
 A linear model whose coefficients start at what the trace says and move as far as measurements demand (Bayesian least squares):
 fixed bytes; bytes per layer whatever the policy; how much of each name's traced bytes the compiler really keeps (padding makes it
-more than 1, a value that is not alive at the peak 0); the working set; a correction per policy; what mixing costs; and what only
-shows at full depth. Measured totals are the only truth: traced bytes are where to start from.
+more than 1, a value that is not alive at the peak 0); the working set; corrections per policy; what mixing costs; and what only
+shows at full depth, as an offset and as a part of what is kept. Traced bytes are only where to start from.
 """
 
 import math
@@ -20,8 +20,8 @@ from remat_kit.planner.options import StackOptions
 from remat_kit.policy import NoRemat
 
 MiB = 2**20
-NOISE_BYTES = 0.5 * MiB
-"""How closely small measurements are followed; whole ones ten times as closely."""
+SMALL_NOISE, WHOLE_NOISE = 5e-4, 1e-4
+"""How closely totals are followed, as parts of them: padding and holes are not linear, and only whole totals count in the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +45,25 @@ class MemoryModel:
 
     Attributes:
         coefficients: Bytes per unit of each feature that a measured plan had.
+        covariance: Of these coefficients, in their order: how uncertain they still are, and which of them together.
     """
 
     coefficients: Mapping[str, float]
+    covariance: np.ndarray
 
     def coefficient(self, feature: str) -> float:
         """Bytes per unit of a feature; what nothing was measured of is where it started."""
         return self.coefficients.get(feature, prior(feature)[0])
+
+    def has_seen(self, stack: str, choice: LayerChoice) -> bool:
+        """Whether a plan with this policy was measured."""
+        return f"policy {stack} {choice.policy}" in self.coefficients
+
+    def spread(self, amounts: Mapping[str, float]) -> float:
+        """Standard deviation, in bytes, of a sum of so much of each feature."""
+        known = np.array([amounts.get(name, 0.0) for name in self.coefficients])
+        unknown = sum((prior(name)[1] * amount) ** 2 for name, amount in amounts.items() if name not in self.coefficients)
+        return math.sqrt(max(0.0, float(known @ self.covariance @ known)) + unknown)
 
     def predict(self, layout: Layout, *, is_whole: bool = True) -> int:
         """Total bytes of a device under a plan."""
@@ -62,18 +74,32 @@ def features(layout: Layout, *, is_whole: bool) -> dict[str, float]:
     """What a plan's total is a linear function of: feature -> MiB (or 1, or a number of layers)."""
     found: dict[str, float] = {"fixed": 1.0, "mixed": float(layout.is_mixed), "whole": float(is_whole)}
     for stack, segment in layout.segments:
-        for name, amount in layer_features(stack, segment.choice).items():
+        for name, amount in layer_features(stack, segment.choice, is_whole=is_whole).items():
             found[name] = found.get(name, 0.0) + amount * segment.num_layers
-    found["working"] = max(segment.choice.working_bytes for _, segment in layout.segments) / MiB
-    return found
+    stack, widest = max(layout.segments, key=lambda pair: pair[1].choice.working_bytes)
+    return found | working_features(stack, widest.choice)
 
 
-def layer_features(stack: str, choice: LayerChoice) -> dict[str, float]:
+def working_features(stack: str, choice: LayerChoice) -> dict[str, float]:
+    """The part of the working set; that of the widest policy in use counts once."""
+    return {"working": choice.working_bytes / MiB, f"width {stack} {choice.policy}": choice.working_bytes / MiB}
+
+
+def layer_features(stack: str, choice: LayerChoice, *, is_whole: bool) -> dict[str, float]:
     """The part of one layer."""
-    found = {f"layers {stack}": 1.0, f"policy {stack} {choice.policy}": (choice.saved_bytes + choice.host_bytes) / MiB}
+    found = {
+        f"layers {stack}": 1.0,
+        f"policy {stack} {choice.policy}": (choice.saved_bytes + choice.host_bytes) / MiB,
+        "bend": choice.saved_bytes / MiB * is_whole,
+    }
     if isinstance(choice.policy, NoRemat):
         found[f"none {stack}"] = choice.saved_bytes / MiB
-    return found | {f"kept {stack} {name}": num_bytes / MiB for name, num_bytes in choice.kept_bytes}
+    return found | name_features(stack, choice)
+
+
+def name_features(stack: str, choice: LayerChoice) -> dict[str, float]:
+    """The part of one layer's kept names."""
+    return {f"kept {stack} {name}": num_bytes / MiB for name, num_bytes in choice.kept_bytes}
 
 
 def prior(feature: str) -> tuple[float, float]:
@@ -87,8 +113,10 @@ def prior(feature: str) -> tuple[float, float]:
             return MiB, 0.3 * MiB
         case "working":
             return MiB, 0.3 * MiB
-        case "policy":
-            return 0.0, 0.02 * MiB
+        case "policy" | "bend":
+            return 0.0, 0.015 * MiB
+        case "width":
+            return 0.0, 0.2 * MiB
         case "mixed":
             return 0.0, 64.0 * MiB
         case "whole":
@@ -105,23 +133,42 @@ def fit(observations: Iterable[Observation]) -> MemoryModel:
     means = np.array([prior(name)[0] for name in names])
     spreads = np.array([prior(name)[1] for name in names])
     design = np.array([[row.get(name, 0.0) for name in names] for row in rows]).reshape(len(rows), len(names))
-    noise = np.array([NOISE_BYTES * (0.1 if item.is_whole else 1.0) for item in seen])
+    noise = np.array([max(1.0, item.total_bytes * (WHOLE_NOISE if item.is_whole else SMALL_NOISE)) for item in seen])
     miss = (np.array([float(item.total_bytes) for item in seen]) - design @ means) / noise
     scaled = design * spreads / noise[:, None]
     system, target = np.vstack([scaled, np.eye(len(names))]), np.concatenate([miss, np.zeros(len(names))])
     moved = np.linalg.lstsq(system, target, rcond=None)[0]
-    return MemoryModel(coefficients=dict(zip(names, (means + spreads * moved).tolist(), strict=True)))
+    root = np.linalg.qr(system, mode="r")
+    half = np.linalg.solve(root.T, np.diag(spreads))
+    coefficients = dict(zip(names, (means + spreads * moved).tolist(), strict=True))
+    return MemoryModel(coefficients=coefficients, covariance=half.T @ half)
 
 
 def options_of(
-    model: MemoryModel, stacks: Sequence[PlannedStack], *, objective: Objective, max_segments: int
+    model: MemoryModel, stacks: Sequence[PlannedStack], *, objective: Objective, max_segments: int, optimism: float = 0.0
 ) -> list[StackOptions]:
-    """What each policy of each stack comes to under the model, in whole bytes, rounded up."""
+    """What each policy of each stack comes to under the model, in whole bytes, rounded up.
+
+    Args:
+        model: Predicts bytes.
+        stacks: The stacks.
+        objective: What is made least of.
+        max_segments: How many policies a stack may mix.
+        optimism: Standard deviations by which bytes are taken to be fewer than expected.
+    """
+
+    def layer_bytes(stack: str, choice: LayerChoice) -> int:
+        amounts = layer_features(stack, choice, is_whole=True)
+        doubt = optimism * model.spread(amounts) if optimism else 0.0
+        return max(0, math.ceil(_expected(model, amounts) - doubt))
+
     return [
         StackOptions(
             num_layers=stack.num_layers,
-            layer_bytes=tuple(_whole_bytes(model, layer_features(stack.name, choice)) for choice in stack.choices),
-            working_bytes=tuple(_whole_bytes(model, {"working": choice.working_bytes / MiB}) for choice in stack.choices),
+            layer_bytes=tuple(layer_bytes(stack.name, choice) for choice in stack.choices),
+            working_bytes=tuple(
+                max(0, math.ceil(_expected(model, working_features(stack.name, choice)))) for choice in stack.choices
+            ),
             costs=tuple(float(choice.cost(objective) * stack.repeats) for choice in stack.choices),
             num_names=tuple(choice.num_names for choice in stack.choices),
             max_segments=min(stack.max_segments, max_segments),
@@ -130,8 +177,8 @@ def options_of(
     ]
 
 
-def _whole_bytes(model: MemoryModel, amounts: Mapping[str, float]) -> int:
-    return max(0, math.ceil(sum(model.coefficient(name) * amount for name, amount in amounts.items())))
+def _expected(model: MemoryModel, amounts: Mapping[str, float]) -> float:
+    return sum(model.coefficient(name) * amount for name, amount in amounts.items())
 
 
 def room_of(model: MemoryModel, budget_bytes: int, *, is_mixed: bool) -> Room:

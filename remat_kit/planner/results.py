@@ -1,4 +1,4 @@
-"""What planning takes and gives: a measurement, a log of measurements, decisions by name, and the plan with its proof. Plain data."""
+"""What planning takes and gives: measurements and their log, decisions by name, the plan with its proof. Plain data."""
 
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,9 +1,9 @@
 """The truth loop: calibrate on few layers, predict, compile the whole plan, correct, until the best plan that fits is proved.
 
-In: stacks with their choices, a budget, a `measure` callable (a compile). Out: a `PlanResult` whose total is measured, never predicted.
-Small variants come first: the leanest policies at two depths (fixed bytes, bytes per layer), the richest (what names really
-take), then the policies of the plan itself. From then on `predicted` is fixed. Whole plans are then compiled, and each total corrects
-the model; a plan over the budget is never returned as one that fits.
+In: stacks with their choices, a budget, a `measure` callable (a compile). Out: a `PlanResult` whose total is measured, never
+predicted. Small variants come first: the leanest policies at two depths (fixed bytes, bytes per layer), the richest (what names
+really take), policies that are least certain, then those of the plan itself. From then on `predicted` is fixed. Whole
+plans are then compiled, and each total corrects the model; a plan over the budget is never returned as one that fits.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,18 @@ from collections.abc import Sequence
 from remat_kit.errors import BudgetError
 from remat_kit.planner.blocks import BlockGraph, Objective
 from remat_kit.planner.choices import layer_choices
-from remat_kit.planner.closure import HostLink
+from remat_kit.planner.closure import HostLink, LayerChoice
 from remat_kit.planner.explain import explained
 from remat_kit.planner.layout import Layout, PlannedStack, shrink, uniform
 from remat_kit.planner.ledger import Ledger, Limits
-from remat_kit.planner.model import MemoryModel
+from remat_kit.planner.model import MemoryModel, name_features
 from remat_kit.planner.results import Measure, Measured, PlanResult
 from remat_kit.planner.solve import cost_of, solve, solve_smallest
+
+SAFER = ((0.5, 0.003), (1.0, 0.004), (3.0, 0.03))
+"""By plans that turned out too large so far: standard deviations, and a part of the budget, that the next one stays below it."""
+NEXT_MARGIN = 0.001
+"""The part of the budget that plans stay below it when one that fits is at hand."""
 
 
 def plan_stack(
@@ -95,7 +100,7 @@ def calibration_depths(stacks: Sequence[PlannedStack]) -> tuple[int, ...]:
     """Two depths well below the full one, none when the stacks are too short for that."""
     deepest = max(stack.num_layers for stack in stacks)
     if deepest >= 8:
-        return (4, 6)
+        return (4, min(16, max(6, deepest // 2)))
     return (2, 4) if deepest >= 6 else ()
 
 
@@ -119,20 +124,36 @@ def calibrate(
     for depth in dict.fromkeys((low, high)):
         ledger.observe_small([shrink(lean, depth)], depth=depth)
     ledger.observe_small([shrink(rich, high)], depth=high)
+    for _ in range(ledger.limits.num_probes):
+        ledger.observe_small([shrink(_least_certain(ledger.model(), stacks), high)], depth=high)
     while ledger.can_measure_small:
-        model = ledger.model()
-        target = solve(model, stacks, budget_bytes=_with_margin(budget_bytes, ledger), objective=objective)
-        target = target or solve_smallest(model, stacks, objective=objective)
-        variants = [(low, 0.5), (high, 0.0), (high, 1.0)] if target.is_mixed else [(high, 0.5), (low, 0.5)]
-        fresh = [
-            (depth, small)
-            for depth, share in variants
-            if not ledger.is_known(small := shrink(target, depth, lean_share=share), depth)
-        ]
+        fresh = _variants(ledger, stacks, budget_bytes, (low, high), objective)
         if not fresh:
             return
-        for depth, small in fresh:
-            ledger.observe_small([small], depth=depth)
+        for depth, layout in fresh:
+            ledger.observe_small([layout], depth=depth)
+
+
+def _least_certain(model: MemoryModel, stacks: Sequence[PlannedStack]) -> Layout:
+    """In each stack, the policy whose names are known worst: its measurement tells most about them."""
+
+    def pick(stack: PlannedStack) -> LayerChoice:
+        fresh = [choice for choice in stack.choices if not model.has_seen(stack.name, choice)]
+        return max(fresh or stack.choices, key=lambda choice: model.spread(name_features(stack.name, choice)))
+
+    return uniform(stacks, [pick(stack) for stack in stacks])
+
+
+def _variants(
+    ledger: Ledger, stacks: Sequence[PlannedStack], budget_bytes: int, depths: tuple[int, int], objective: Objective
+) -> list[tuple[int, Layout]]:
+    """Small variants, not measured yet, of the plan that the model would choose: they tell what its policies really keep."""
+    model, (low, high) = ledger.model(), depths
+    target = solve(model, stacks, budget_bytes=int(budget_bytes * (1 - SAFER[0][1])), objective=objective)
+    target = target or solve_smallest(model, stacks, objective=objective)
+    variants = [(high, 0.0), (high, 1.0), (low, 0.5)] if target.is_mixed else [(high, 0.5), (low, 0.5)]
+    small = [(depth, shrink(target, depth, lean_share=share)) for depth, share in variants]
+    return [(depth, layout) for depth, layout in small if not ledger.is_known(layout, depth)]
 
 
 def _prove(ledger: Ledger, stacks: Sequence[PlannedStack], budget_bytes: int, objective: Objective) -> None:
@@ -146,40 +167,43 @@ def _prove(ledger: Ledger, stacks: Sequence[PlannedStack], budget_bytes: int, ob
 
 def _candidate(ledger: Ledger, stacks: Sequence[PlannedStack], budget_bytes: int, objective: Objective) -> Layout | None:
     """What to compile next at full depth; None = nothing is worth it."""
-    model = ledger.model()
-    smallest = solve_smallest(model, stacks, objective=objective)
+    if not ledger.observations:
+        return uniform(stacks, [min(stack.choices, key=lambda choice: choice.saved_bytes) for stack in stacks])
     fitting = ledger.fitting(budget_bytes)
-    is_last = len(ledger.whole) == ledger.limits.max_whole - 1
-    if not ledger.observations or (is_last and not fitting):
-        return None if ledger.is_known(smallest, None) else smallest
-    found = _unmeasured(model, ledger, stacks, budget_bytes, objective)
     if not fitting:
-        found = found or smallest
-        return None if ledger.is_known(found, None) else found
+        return _safer(ledger, stacks, budget_bytes, objective)
     best = min(cost_of(layout, stacks, objective) for layout, _ in fitting)
-    if found is None or cost_of(found, stacks, objective) >= best - ledger.limits.min_gain * abs(best):
-        return None
-    return found
-
-
-def _unmeasured(
-    model: MemoryModel, ledger: Ledger, stacks: Sequence[PlannedStack], budget_bytes: int, objective: Objective
-) -> Layout | None:
-    """The best plan that was not measured to be over the budget, with ever more room left free."""
-    limit = _with_margin(budget_bytes, ledger)
-    over = {str(layout) for layout, measured in ledger.whole if measured.total_bytes > budget_bytes}
-    for _ in range(16):
-        found = solve(model, stacks, budget_bytes=limit, objective=objective)
-        if found is None or str(found) not in over:
+    for optimism in (0.0, ledger.limits.optimism):
+        found = _untried(ledger, stacks, int(budget_bytes * (1 - NEXT_MARGIN)), objective, optimism=optimism)
+        if found is not None and cost_of(found, stacks, objective) < best - ledger.limits.min_gain * abs(best):
             return found
-        limit -= max(1, budget_bytes // 400)
     return None
 
 
-def _with_margin(budget_bytes: int, ledger: Ledger) -> int:
-    margin = ledger.limits.next_margin if ledger.whole else ledger.limits.first_margin
-    misses = sum(measured.total_bytes > budget_bytes for _, measured in ledger.whole)
-    return int(budget_bytes * (1 - margin * (1 + 2 * misses)))
+def _safer(ledger: Ledger, stacks: Sequence[PlannedStack], budget_bytes: int, objective: Objective) -> Layout | None:
+    """While nothing fits: plans of which more and more is certain, at last the smallest one."""
+    smallest = solve_smallest(ledger.model(), stacks, objective=objective)
+    misses = len(ledger.whole)
+    doubt, margin = SAFER[min(misses, len(SAFER) - 1)]
+    found = None
+    if misses < ledger.limits.max_whole - 1:
+        found = _untried(ledger, stacks, int(budget_bytes * (1 - margin)), objective, optimism=-doubt)
+    found = found or smallest
+    return None if ledger.is_known(found, None) else found
+
+
+def _untried(
+    ledger: Ledger, stacks: Sequence[PlannedStack], limit: int, objective: Objective, *, optimism: float
+) -> Layout | None:
+    """The best plan by the model that was not measured to be over."""
+    model = ledger.model()
+    over = {str(layout) for layout, measured in ledger.whole if measured.total_bytes > limit}
+    for _ in range(16):
+        found = solve(model, stacks, budget_bytes=limit, objective=objective, optimism=optimism)
+        if found is None or str(found) not in over:
+            return found
+        limit -= max(1, limit // 400)
+    return None
 
 
 def _verdict(ledger: Ledger, stacks: Sequence[PlannedStack], budget_bytes: int, objective: Objective) -> tuple[Layout, Measured]:

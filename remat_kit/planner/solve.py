@@ -9,7 +9,9 @@ from remat_kit.planner.model import MemoryModel, options_of, room_of
 from remat_kit.planner.options import Counts, Filled, StackOptions, ordered
 
 
-def solve(model: MemoryModel, stacks: Sequence[PlannedStack], *, budget_bytes: int, objective: Objective) -> Layout | None:
+def solve(
+    model: MemoryModel, stacks: Sequence[PlannedStack], *, budget_bytes: int, objective: Objective, optimism: float = 0.0
+) -> Layout | None:
     """The cheapest layout that the model expects to fit, None when it expects none to.
 
     Args:
@@ -17,10 +19,11 @@ def solve(model: MemoryModel, stacks: Sequence[PlannedStack], *, budget_bytes: i
         stacks: The stacks.
         budget_bytes: Of a device.
         objective: What is made least of.
+        optimism: Standard deviations by which kept bytes are taken to be fewer than expected.
     """
     found: list[tuple[float, int, Layout]] = []
     for most in dict.fromkeys((1, max(stack.max_segments for stack in stacks))):
-        options = options_of(model, stacks, objective=objective, max_segments=most)
+        options = options_of(model, stacks, objective=objective, max_segments=most, optimism=optimism)
         answer = fill(options, room_of(model, budget_bytes, is_mixed=most > 1))
         if answer is not None:
             layout = _layout(stacks, options, answer.counts)
