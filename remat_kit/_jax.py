@@ -5,6 +5,7 @@ Everything here exists because no public name does. Tested on jax 0.10.2 and 0.1
 
 import inspect
 import math
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -53,12 +54,16 @@ def checkpoint_name_of(eqn: Any) -> str | None:
     return prim.name if type(prim).__name__ in ("CheckpointName", "CheckpointNameFwd") else None
 
 
+def parameters(eqn: Any) -> Mapping[str, Any]:
+    """An equation's parameters; of a `call_hi_primitive` (jax_remat3) those of what it calls."""
+    prim = eqn.params.get("_prim")
+    return eqn.params if prim is None else prim.params
+
+
 def inner_programs(eqn: Any) -> list[Any]:
     """The jaxprs in an equation's parameters, in order; also those that a `call_hi_primitive` (jax_remat3) holds."""
-    prim = eqn.params.get("_prim")
-    params = eqn.params if prim is None else prim.params
     found = []
-    for value in params.values():
+    for value in parameters(eqn).values():
         found += [item for item in (value if isinstance(value, tuple) else (value,)) if isinstance(item, _PROGRAMS)]
     return found
 
@@ -67,6 +72,12 @@ def argument_names(program: Any) -> tuple[str, ...]:
     """What a program's parameters are called in the user's code, such as `params['up']`."""
     jaxpr, _ = open_jaxpr(program)
     return tuple(str(name) for name in jaxpr.debug_info.safe_arg_names(len(jaxpr.invars)))
+
+
+def call_stack(eqn: Any) -> list[tuple[types.CodeType, int]]:
+    """The Python code that ran when an equation was made, with its instruction, innermost first."""
+    traceback = eqn.source_info.traceback
+    return [] if traceback is None else list(zip(*traceback.raw_frames(), strict=True))
 
 
 def user_frames(eqn: Any) -> Iterator[tuple[str, int]]:

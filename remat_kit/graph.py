@@ -72,6 +72,7 @@ class TracedOp:
         region: Number of the recomputed region that it is in; None outside.
         scope: Named scopes and transformations around it, outermost first, joined by `/`.
         source: `file:line` of the user's code; empty when unknown.
+        code: The same for operations that the same code made, called from the same places, as a recomputation and its original.
         calls: How often it runs in a step; 0 = in the cheaper branch of a conditional.
         flops: Of one call over all devices, matmuls, convolutions and kernels only; None = a kernel without a known price.
         num_bytes: Read and written by one call over all devices.
@@ -86,6 +87,7 @@ class TracedOp:
     region: int | None
     scope: str
     source: str
+    code: int
     calls: int
     flops: int | None
     num_bytes: int
@@ -97,7 +99,8 @@ class TracedRegion:
     """Code that is recomputed in the backward pass: one `jax.checkpoint`, a loop's body once.
 
     Attributes:
-        rules: Texts of the policy's rules, () = none, so everything is recomputed; None = a policy that is not ours.
+        rules: Texts of the policy's rules, () = none, so everything is recomputed; None = a policy that is not ours, or a
+            hand-made loop, which shows no policy.
         source: `file:line` of the user's code.
         calls: How often it is recomputed in a step.
     """
@@ -148,7 +151,7 @@ class Residual:
         device_bytes: On one device, all layers; None = the compiler decides the sharding.
         is_on_host: Whether it waits in host memory.
         rule: Text of the rule that keeps it; `input` = the recomputed region reads it from outside; None = outside any region, or
-            under a policy that is not ours.
+            in one whose policy is unknown (see `TracedRegion`).
         region: Region while whose recomputation it is kept; None = from the forward pass to the backward pass.
     """
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from remat_kit import remat
+from remat_kit.apply.stack import stack
 from remat_kit.graph import Origin, SavingFault
 from remat_kit.trace import residual_report, residuals
 
@@ -322,3 +323,28 @@ def test_a_policy_around_the_loop_keeps_no_carries_but_runs_the_loop_again():
     assert stacked == [{"h", "loop_carry"}, {"h"}, {"h"}]
     matmuls = [sum(op.calls for op in report.recomputed if op.kind == "dot_general") for report in (inside, around, both)]
     assert matmuls == [0, L, L]
+
+
+def test_a_mixed_stack_keeps_of_each_segment_what_its_policy_says():
+    def loss(params, x):
+        return stack(lambda p, x: mlp(x, p), params, x, "full*2 | save(h)*2").sum()
+
+    report = residual_report(loss, *STACK)
+    found = [("=".join(r.names) or r.kind, r.shape) for r in report.residuals if r.origin is Origin.OPERATION]
+    assert sorted(found) == [("h", (2, B, F)), ("loop_carry", (2, B, D)), ("loop_carry", (2, B, D))]
+    assert [(op.names, op.calls, op.forward_calls) for op in report.recomputed if op.kind == "dot_general"] == [(("h",), 2, L)]
+
+
+def test_matmuls_of_one_helper_are_told_apart_by_who_calls_it():
+    def dense(x, w):
+        return x @ w
+
+    def block(x, p):
+        q = checkpoint_name(dense(x, p["q"]), "q")
+        k = dense(x, p["k"])
+        return x + jnp.sin(q) * jnp.sin(k)
+
+    params = {"q": shape(L, D, D), "k": shape(L, D, D)}
+    report = residual_report(stack_loss("save(q)", block), params, shape(B, D))
+    assert report.findings == ()  # only k runs again
+    assert [(op.calls, op.forward_calls) for op in report.recomputed if op.kind == "dot_general"] == [(L, L)]

@@ -5,16 +5,17 @@ In: avals, equations and the numbers of the values they read. Out: numbers of va
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import numpy as np
 
+from remat_kit import _jax
 from remat_kit.graph import Crossing, Origin, Phase, TracedOp, TracedRegion, TracedValue
 from remat_kit.trace.phase import phase_of
-from remat_kit.trace.source import source_line
+from remat_kit.trace.source import call_site, source_line
 
 _MAX_CONSTANT_SIZE = 2**22
 
@@ -54,13 +55,14 @@ class Place:
 
 @dataclass(slots=True)
 class Builder:
-    """The graph so far: fields as in `StepGraph`, notes once each, and the small constants by value number."""
+    """The graph so far: fields as in `StepGraph`, notes once each, small constants by value, numbers of call sites."""
 
     values: list[TracedValue] = field(default_factory=list)
     ops: list[TracedOp] = field(default_factory=list)
     regions: list[TracedRegion] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
     constants: dict[int | None, np.ndarray] = field(default_factory=dict)
+    codes: dict[tuple[Hashable, ...], int] = field(default_factory=dict)
     num_devices: int = 1
 
 
@@ -112,14 +114,19 @@ def add_crossing(builder: Builder, kind: Crossing, eqn: Any, inputs: Ids, output
 
 
 def add_region(builder: Builder, eqn: Any, place: Place) -> int:
-    """Opens a recomputed region."""
-    policy = eqn.params.get("policy")
-    if policy is None:
-        rules: tuple[str, ...] | None = ()
-    else:
-        rules = tuple(str(rule) for rule in policy.rules) if isinstance(policy, HasRules) else None
-    builder.regions.append(TracedRegion(rules=rules, source=source_line(eqn), calls=place.calls))
+    """Opens a recomputed region, at its checkpoint equation or at the first operation of a hand-made one."""
+    builder.regions.append(TracedRegion(rules=_rules(eqn), source=source_line(eqn), calls=place.calls))
     return len(builder.regions) - 1
+
+
+def _rules(eqn: Any) -> tuple[str, ...] | None:
+    params = _jax.parameters(eqn)
+    if "prevent_cse" not in params:
+        return None
+    policy = params["policy"]
+    if policy is None:
+        return ()
+    return tuple(str(rule) for rule in policy.rules) if isinstance(policy, HasRules) else None
 
 
 def add_op(
@@ -144,6 +151,7 @@ def add_op(
         region=place.region,
         scope=place.scope,
         source=source_line(eqn),
+        code=builder.codes.setdefault(call_site(eqn), len(builder.codes)),
         calls=place.calls,
         flops=None if flops is None else flops * place.num_shards,
         num_bytes=sum(builder.values[value].num_bytes for value in (*known, *made)),

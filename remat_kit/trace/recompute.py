@@ -1,7 +1,7 @@
 """What runs again in the backward pass, and which saved values do not prevent it.
 
 In: a graph, its `Links` and what it keeps. Out: `Recomputed` and `SavingFinding` records. Recomputed and forward operations are
-matched by primitive, source line and shape, which JAX keeps when it splits a region. A saved value is held against the nearest
+matched by primitive, call site and shape, which JAX keeps when it splits a region. A saved value is held against the nearest
 matmul, kernel or convolution that made it: when that still runs in a region that reads the value, something else of it is needed.
 """
 
@@ -14,9 +14,8 @@ from remat_kit.trace.kept import Kept, parsed_rules
 from remat_kit.trace.links import Links, same_value
 from remat_kit.trace.step import is_kernel
 
-_Code: TypeAlias = tuple[
-    str, str, tuple[int, ...]
-]  # primitive, source line, shape: the same in the forward pass and when it runs again
+# Primitive, call site and shape of the first result.
+_Code: TypeAlias = tuple[str, int, tuple[int, ...]]
 _CROSSINGS = frozenset(Crossing)
 
 
@@ -33,14 +32,14 @@ def recomputed_ops(graph: StepGraph, links: Links) -> tuple[Recomputed, ...]:
         Recomputed(
             kind=kind,
             names=_names(links, (value for op in ops for value in op.outputs)),
-            source=source,
+            source=ops[0].source,
             shape=shape,
             calls=sum(op.calls for op in ops),
-            forward_calls=forward_calls.get((kind, source, shape), 0),
+            forward_calls=forward_calls.get((kind, code, shape), 0),
             flops=_flops(graph, ops),
             num_bytes=sum(op.num_bytes * op.calls for op in ops) // graph.num_devices,
         )
-        for (kind, source, shape), ops in groups.items()
+        for (kind, code, shape), ops in groups.items()
     ]
     return tuple(sorted(found, key=lambda op: (-(op.flops or 0), -op.num_bytes)))
 
@@ -138,7 +137,7 @@ def _never_saved(graph: StepGraph, kept: Sequence[Kept]) -> list[SavingFinding]:
 
 
 def _code(graph: StepGraph, op: TracedOp) -> _Code:
-    return op.kind, op.source, graph.values[op.outputs[0]].shape if op.outputs else ()
+    return op.kind, op.code, graph.values[op.outputs[0]].shape if op.outputs else ()
 
 
 def _is_work(op: TracedOp) -> bool:

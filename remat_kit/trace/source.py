@@ -3,6 +3,7 @@
 import functools
 import os
 import sysconfig
+from collections.abc import Hashable
 from typing import Any
 
 from remat_kit import _jax
@@ -22,6 +23,13 @@ def source_line(eqn: Any) -> str:
             return f"{_shorten(file)}:{line}"
         first = first or f"{_shorten(file)}:{line}"
     return first
+
+
+def call_site(eqn: Any) -> tuple[Hashable, ...]:
+    """What made an equation, and what called that, up to remat-kit: the same whenever a block is traced, for whichever loop."""
+    stack = _jax.call_stack(eqn)
+    ours = next((index for index, (code, _) in enumerate(stack) if code.co_filename.startswith(_LIBRARIES[1])), len(stack))
+    return tuple(stack[: max(1, ours)])
 
 
 @functools.cache
