@@ -62,7 +62,8 @@ def _forward(
         h_BCD, labels_BC, weights_BC = (
             jax.lax.dynamic_slice_in_dim(x, index * size, size, axis=1) for x in (hidden_BTD, labels_BT, weights_BT)
         )
-        h_BCD = constrain(h_BCD, layout, DATA)
+        # Sliced where it lies, then brought together: in one step the whole of hidden would be, once per chunk.
+        h_BCD = constrain(constrain(h_BCD, layout, BATCH), layout, DATA)
         chunk_loss, d_logits_BCV = _chunk_loss(h_BCD, table_VD, labels_BC, weights_BC, layout)
         d_h_BCD = constrain(jnp.einsum("bcv,vd->bcd", d_logits_BCV, table_VD), layout, BATCH)
         d_head_VD += jnp.einsum("bcv,bcd->vd", d_logits_BCV, h_BCD, preferred_element_type=jnp.float32)

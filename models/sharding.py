@@ -103,8 +103,9 @@ def constrain(x: jax.Array, layout: Layout, *axes: Axis) -> jax.Array:
 def parameter_axes(path: Sequence[str], shape: Sequence[int], layout: Layout) -> tuple[Axis, ...]:
     """How a parameter and its optimizer state are split.
 
-    Tensor goes on heads and the MLP's inner width. Fsdp goes on the largest dimension left that it divides; the embedding is
-    split along D, so that looking up a row needs no reduction. Vectors stay whole except biases of tensor-split outputs.
+    Tensor goes on heads and the MLP's inner width. Fsdp goes on the first dimension left that it divides, as shards of a leading
+    dimension are gathered without a transposition; the embedding is split along D, so that looking up a row needs no reduction.
+    Vectors stay whole except biases of tensor-split outputs.
 
     Args:
         path: Names from the root of the parameter tree, such as `("layers", "q", "kernel")`.
@@ -123,7 +124,7 @@ def parameter_axes(path: Sequence[str], shape: Sequence[int], layout: Layout) ->
         free = [len(shape) - 1] if path[-1] == "embedding" else [dim for dim in range(first, len(shape)) if axes[dim] is None]
         fitting = [dim for dim in free if shape[dim] % layout.axis_size(FSDP) == 0]
         if fitting:
-            axes[max(fitting, key=lambda dim: shape[dim])] = FSDP
+            axes[fitting[0]] = FSDP
     return tuple(axes)
 
 

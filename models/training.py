@@ -3,6 +3,7 @@
 Legend: B batch, T tokens of a sequence.
 """
 
+import dataclasses
 from typing import Any, NamedTuple, TypedDict
 
 import jax
@@ -11,6 +12,8 @@ import optax
 
 from models.decoder import Decoder
 from models.loss import chunked_cross_entropy
+from models.sharding import Layout
+from remat_kit.attention import Kernel
 
 Parameters = Any
 
@@ -69,7 +72,8 @@ def _is_decayed(params: Parameters) -> Parameters:
 
 def init_state(key: jax.Array, *, model: Decoder, optimizer: optax.GradientTransformation) -> TrainState:
     """A fresh state; jit it with `out_shardings` to make it on the mesh."""
-    params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+    plain = dataclasses.replace(model.runtime, kernel=Kernel.XLA, layout=Layout(devices=()))
+    params = model.clone(runtime=plain).init(key, jnp.zeros((1, 1), jnp.int32))["params"]
     return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
 
 
