@@ -5,16 +5,16 @@ arguments, outputs, and the arena at its peak, every byte once: buffers under th
 between them, computed from offsets.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from remat_kit.analysis.assignment import Allocation
 from remat_kit.analysis.classify import label_of
 from remat_kit.analysis.dump import Dump
 from remat_kit.analysis.labels import Evidence, Label
-from remat_kit.analysis.liveness import Arena, LiveValue, logical_bytes, phase_at, space_of
+from remat_kit.analysis.liveness import Arena, LiveValue, logical_bytes, space_of
 from remat_kit.analysis.shapes import arrays_of
-from remat_kit.memory import PeakClass, PeakKind, Space
+from remat_kit.memory import PeakClass, PeakKind, Space, StepPhase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,19 +28,22 @@ class _Piece:
     shape: str
 
 
-def peak_classes(dump: Dump, evidence: Evidence, arena: Arena, *, space: Space) -> tuple[PeakClass, ...]:
+def peak_classes(
+    dump: Dump, evidence: Evidence, arena: Arena, phases: Sequence[StepPhase], *, space: Space
+) -> tuple[PeakClass, ...]:
     """Splits the memory of a space at its peak.
 
     Args:
         dump: The dump.
         evidence: What is known of the program.
         arena: Of the space.
+        phases: Of each schedule point.
         space: Device or host.
 
     Returns:
         Lines, largest first; they sum to arguments + outputs - aliases + arena.
     """
-    lines = [*_fixed(dump, evidence, space), *_merge(_settle(list(_pieces(evidence, arena))))]
+    lines = [*_fixed(dump, evidence, space), *_merge(_settle(list(_pieces(evidence, arena, phases))))]
     holes = arena.size_bytes - arena.live_bytes
     if holes:
         lines.append(_line(PeakKind.HOLES, "between living buffers", num_bytes=holes))
@@ -82,10 +85,8 @@ def _logical(allocation: Allocation) -> int:
     return sum(array.num_bytes for array in arrays_of(arrays[0].shape)) if arrays else allocation.size_bytes
 
 
-def _pieces(evidence: Evidence, arena: Arena) -> Iterator[_Piece]:
+def _pieces(evidence: Evidence, arena: Arena, phases: Sequence[StepPhase]) -> Iterator[_Piece]:
     """Living buffers of the peak: values of one place are one buffer; of what overlaps partly the larger one has the bytes."""
-    flow = evidence.flow
-    schedule_phase = phase_at(flow, arena.peak_instruction)
     places: dict[tuple[int, int], list[LiveValue]] = {}
     for each in arena.values:
         if each.start <= arena.peak_point <= each.end and each.value.size_bytes:
@@ -95,22 +96,31 @@ def _pieces(evidence: Evidence, arena: Arena) -> Iterator[_Piece]:
         new = taken.take(offset, offset + size)
         if not new:
             continue
-        labels = [(label_of(evidence, *each.value.key, schedule_phase), each) for each in values]
+        labels = [(label_of(evidence, *each.value.key, phases[arena.peak_point]), each) for each in values]
         label, chosen = max(labels, key=lambda pair: pair[0].certainty)
         logical = logical_bytes(chosen.value)
         padding = min(size - logical, new)
-        yield _Piece(label=label, num_bytes=new - padding, logical_bytes=logical, padding_bytes=padding, shape=chosen.value.shape)
+        yield _Piece(
+            label=label,
+            num_bytes=new - padding,
+            logical_bytes=label.logical_bytes or logical,
+            padding_bytes=padding,
+            shape=chosen.value.shape,
+        )
+
 
 
 def _settle(pieces: list[_Piece]) -> list[_Piece]:
     """Where a stack is dead and a copy of it in another layout lives, the copy is the stack."""
-    alive = {(piece.label.kind, piece.label.name) for piece in pieces}
+    alive = {piece.label.stack for piece in pieces if not piece.label.is_copy}
     settled = []
     for piece in pieces:
         label = piece.label
-        if label.copy_of and (label.kind, label.copy_of) not in alive:
-            piece = replace(piece, label=replace(label, name=label.copy_of))
-        settled.append(piece)
+        if label.is_copy and label.stack in alive:
+            label = replace(label, name=f"{label.name}, copied", logical_bytes=None)
+        elif label.is_copy:
+            alive.add(label.stack)
+        settled.append(replace(piece, label=label))
     return settled
 
 

@@ -101,7 +101,8 @@ def _label_of_stack(stack: Stack, *, backward: bool) -> Label:
         name = LAYER_INPUTS
     if stack.residual is not None:
         source = stack.residual.source or source
-    return Label(kind=kind, name=name, layers=stack.layers, op_name=stack.op_name, source=source, certainty=10)
+    key = f"{stack.element.loop.name}{{{stack.element.index}}}"
+    return Label(kind=kind, name=name, layers=stack.layers, op_name=stack.op_name, source=source, certainty=10, stack=key)
 
 
 def _label_of_instruction(evidence: Evidence, instruction: Instruction, position: int | None, point: StepPhase) -> Label:
@@ -189,10 +190,8 @@ def _label_of_stack_copy(evidence: Evidence, element: Element, array: ArrayShape
     if label.kind is PeakKind.GRADIENTS:
         return replace(label, certainty=8)
     if array.num_elements < stack.array.num_elements:
-        return replace(label, kind=PeakKind.ACTIVATIONS, name=f"{label.name}, taken from its stack", layers=1, certainty=8)
-    if array.dtype == stack.array.dtype:
-        return replace(label, name=f"{label.name}, copied", copy_of=label.name, certainty=8)
-    return replace(label, name=f"{label.name}, cast to {array.dtype}", certainty=8)
+        return replace(label, kind=PeakKind.ACTIVATIONS, name=f"{label.name}, taken from its stack", layers=1, certainty=8, stack="")
+    return replace(label, is_copy=True, certainty=8, logical_bytes=stack.array.num_bytes)
 
 
 def _kind_of_copy(argument: Argument) -> PeakKind:

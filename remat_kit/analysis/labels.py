@@ -31,7 +31,9 @@ class Label:
         op_name: The program's words.
         source: `file:line`.
         certainty: How strong the evidence is: of several names for one buffer the most certain wins.
-        copy_of: For a copy of a whole stack in its own element type: the stack's name. Where the stack itself is dead, the copy is it.
+        stack: For a stack, or a copy or cast of a whole one: which stack.
+        is_copy: Whether it is a copy. Where the stack itself is dead, the copy is it.
+        logical_bytes: Of a copy in another element type: those of the stack itself. None = the buffer's own.
     """
 
     kind: PeakKind
@@ -40,7 +42,9 @@ class Label:
     op_name: str = ""
     source: str = ""
     certainty: int = 0
-    copy_of: str = ""
+    stack: str = ""
+    is_copy: bool = False
+    logical_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ In: `Dump`. Out: `Buffer` records, the peak of a memory space and the timeline. 
 schedule: their body stands once, before them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -154,13 +154,16 @@ def buffers_of(dump: Dump, flow: Dataflow) -> tuple[Buffer, ...]:
     )
 
 
-def timeline_of(dump: Dump, flow: Dataflow, arena: Arena, *, fixed_bytes: int) -> tuple[TimelinePoint, ...]:
+def timeline_of(
+    dump: Dump, flow: Dataflow, arena: Arena, phases: Sequence[StepPhase], *, fixed_bytes: int
+) -> tuple[TimelinePoint, ...]:
     """Memory over the schedule, at the points where it changes.
 
     Args:
         dump: The dump.
         flow: Indices of its module.
         arena: Of device memory.
+        phases: Of each schedule point.
         fixed_bytes: Arguments and outputs.
 
     Returns:
@@ -176,7 +179,7 @@ def timeline_of(dump: Dump, flow: Dataflow, arena: Arena, *, fixed_bytes: int) -
                     point=point,
                     instruction=name,
                     live_bytes=fixed_bytes + covered,
-                    phase=phase_at(flow, name),
+                    phase=phases[point],
                     loop=flow.loops.get(flow.where.get(name, ""), ""),
                 )
             )
@@ -184,14 +187,28 @@ def timeline_of(dump: Dump, flow: Dataflow, arena: Arena, *, fixed_bytes: int) -
     return tuple(points)
 
 
-def phase_at(flow: Dataflow, name: str) -> StepPhase:
-    """Phase of an instruction; one without a name of its own has that of the loop around it."""
+def schedule_phases(dump: Dump, flow: Dataflow) -> tuple[StepPhase, ...]:
+    """Phase of each schedule point.
+
+    An instruction that the compiler left without a name has that of the loop around it, else of what ran before it (of what
+    comes next, at the very beginning).
+    """
+    known = [_phase_at(flow, name) for name in dump.live.schedule]
+    last = next((phase for phase in known if phase is not None), StepPhase.UPDATE)
+    phases: list[StepPhase] = []
+    for phase in known:
+        last = phase or last
+        phases.append(last)
+    return tuple(phases)
+
+
+def _phase_at(flow: Dataflow, name: str) -> StepPhase | None:
     instruction = instruction_of(flow, name)
-    while instruction is not None:
+    while instruction is not None and instruction.opcode not in ("parameter", "constant", "get-tuple-element", "tuple"):
         if instruction.op_name:
             return phase_of(instruction.op_name)
         instruction = instruction_of(flow, flow.loops.get(flow.where[instruction.name], ""))
-    return StepPhase.UPDATE
+    return None
 
 
 def _live_values(dump: Dump, allocations: Iterable[Allocation]) -> Iterator[LiveValue]:

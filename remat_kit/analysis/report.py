@@ -12,11 +12,11 @@ from remat_kit.analysis.attribution import peak_classes
 from remat_kit.analysis.dataflow import index_dataflow
 from remat_kit.analysis.dump import Dump
 from remat_kit.analysis.labels import Evidence, vocabulary_of
-from remat_kit.analysis.liveness import Arena, arena_of, phase_at, space_of, timeline_of, totals_of
+from remat_kit.analysis.liveness import Arena, arena_of, schedule_phases, space_of, timeline_of, totals_of
 from remat_kit.analysis.stacks import stacks_of
 from remat_kit.errors import DumpError
 from remat_kit.graph import Residual
-from remat_kit.memory import MemoryReport, PeakClass, PeakKind, Space, SpaceTotals
+from remat_kit.memory import MemoryReport, PeakClass, PeakKind, Space, SpaceTotals, StepPhase
 from remat_kit.records import MemoryBytes
 
 MAX_RESERVED_BYTES = 64 * 1024
@@ -58,7 +58,8 @@ def explain_memory(
     )
     arena = arena_of(dump, Space.DEVICE)
     totals, notes = check_totals(totals_of(dump, Space.DEVICE, arena), device, peak_memory_bytes=peak_memory_bytes)
-    classes = peak_classes(dump, evidence, arena, space=Space.DEVICE)
+    phases = schedule_phases(dump, flow)
+    classes = peak_classes(dump, evidence, arena, phases, space=Space.DEVICE)
     if totals.reserved_bytes:
         classes = (*classes, _reserved(totals))
     host_totals, host_classes = _explain_host(dump, evidence, host)
@@ -66,14 +67,14 @@ def explain_memory(
     return MemoryReport(
         peak_bytes=totals.total_bytes,
         peak_point=arena.peak_point,
-        peak_phase=phase_at(flow, arena.peak_instruction),
+        peak_phase=phases[arena.peak_point] if phases else StepPhase.UPDATE,
         peak_instruction=arena.peak_instruction,
         peak_classes=classes,
         host_classes=host_classes,
         device=totals,
         host=host_totals,
         on_chip_bytes=sum(each.size_bytes for each in dump.allocations if each.is_temp and space_of(each.color) is Space.ON_CHIP),
-        timeline=timeline_of(dump, flow, arena, fixed_bytes=fixed),
+        timeline=timeline_of(dump, flow, arena, phases, fixed_bytes=fixed),
         schedule_length=len(dump.live.schedule),
         notes=notes,
     )
@@ -144,4 +145,4 @@ def _explain_host(
     if not totals.total_bytes:
         return None, ()
     totals, _ = check_totals(totals, compiler)
-    return totals, peak_classes(dump, evidence, arena, space=Space.HOST)
+    return totals, peak_classes(dump, evidence, arena, schedule_phases(dump, evidence.flow), space=Space.HOST)
