@@ -8,6 +8,7 @@ only once somebody has.
 import functools
 import inspect
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -168,9 +169,10 @@ def remat_function(fn: Target, wrapping: Wrapping) -> Target:
 
 def checkpointed(fn: Callable[..., Any], wrapping: Wrapping, *, num_constants: int = 0) -> Callable[..., Any]:
     """`jax.checkpoint` of a function whose first `num_constants` arguments are no arrays; warns where it wraps a whole loss."""
+    policy: Any = lower_policy(wrapping.policy)
     run = jax.checkpoint(
         fn,
-        policy=lower_policy(wrapping.policy),
+        policy=policy,
         prevent_cse=wrapping.prevent_cse,
         static_argnums=tuple(range(num_constants)),
     )
@@ -196,11 +198,17 @@ def is_wrapped(target: Any) -> bool:
         return hasattr(target, MARK) or target.__name__ in [f"Checkpoint{base.__name__}" for base in target.__mro__[1:2]]
     if not inspect.isroutine(target):
         return is_wrapped(type(target))
-    layers = [target]
+    layers: list[Any] = [target]
     while hasattr(layers[-1], "__wrapped__"):
         layers.append(layers[-1].__wrapped__)
     codes = [getattr(layer, "__code__", None) for layer in layers]
     return hasattr(target, MARK) or any(code is not None and code.co_filename == _CHECKPOINT_FILE for code in codes)
+
+
+def subclass(base: type, **attributes: Any) -> Any:
+    """A subclass that goes by the name of its base: Flax derives parameter names from it."""
+    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return types.new_class(base.__name__, (base,), exec_body=lambda namespace: namespace.update(names, **attributes))
 
 
 def num_enclosing_checkpoints() -> int:

@@ -14,7 +14,7 @@ from flax import linen as nn
 from flax.core import lift
 
 from remat_kit.apply.arguments import StaticArguments, join_arguments, split_arguments
-from remat_kit.apply.function import MARK, Wrapping, checkpointed, remat
+from remat_kit.apply.function import MARK, Wrapping, checkpointed, remat, subclass
 from remat_kit.policy import Policy, StackPlan
 
 ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module])
@@ -136,8 +136,7 @@ def _subclass(module_class: type[nn.Module], wrapping: Wrapping) -> type[nn.Modu
     def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return call_method(call, self, args, kwargs, wrapping=wrapping, static=static)
 
-    names = {name: getattr(module_class, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(module_class)(module_class.__name__, (module_class,), {**names, "__call__": wrapped, MARK: wrapping.policy})
+    return subclass(module_class, **{"__call__": wrapped, MARK: wrapping.policy})
 
 
 def _wrap_instance(module: nn.Module, wrapping: Wrapping) -> Any:

@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 
 from remat_kit.apply.arguments import StaticArguments, join_arguments, split_arguments
-from remat_kit.apply.function import MARK, Wrapping
+from remat_kit.apply.function import MARK, Wrapping, subclass
 from remat_kit.apply.lowering import lower_policy
 
 
@@ -56,9 +56,8 @@ def call_with_modules(
     # what changed alone (and Flax raises as it does without remat), but loses variables that the call adds.
     variables = [node for _, node in nnx.iter_graph(leaves, graph=True) if isinstance(node, nnx.Variable)]
     graph_updates = all(variable._can_update for variable in variables)  # no public name asks
-    return nnx.remat(remat, policy=lower_policy(wrapping.policy), prevent_cse=wrapping.prevent_cse, graph_updates=graph_updates)(
-        leaves
-    )
+    policy: Any = lower_policy(wrapping.policy)
+    return nnx.remat(remat, policy=policy, prevent_cse=wrapping.prevent_cse, graph_updates=graph_updates)(leaves)
 
 
 def with_class(module: nnx.Module, module_class: type[nnx.Module]) -> Any:
@@ -88,8 +87,7 @@ def _subclass(module_class: type[nnx.Module], wrapping: Wrapping) -> type[nnx.Mo
     def wrapped(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         return call_with_modules(call, (self, *args), kwargs, wrapping=wrapping, static=static)
 
-    names = {name: getattr(module_class, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(module_class)(module_class.__name__, (module_class,), {**names, "__call__": wrapped, MARK: wrapping.policy})
+    return subclass(module_class, **{"__call__": wrapped, MARK: wrapping.policy})
 
 
 def _wrap_method(method: Callable[..., Any], module: nnx.Module, wrapping: Wrapping) -> Callable[..., Any]:

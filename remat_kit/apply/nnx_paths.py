@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 
 from remat_kit.apply.arguments import StaticArguments, join_arguments, split_arguments
-from remat_kit.apply.function import Wrapping
+from remat_kit.apply.function import Wrapping, subclass
 from remat_kit.apply.nnx import call_with_modules, is_node
 from remat_kit.apply.paths import is_open, run_module
 
@@ -66,8 +66,7 @@ def _at_path(module_class: type[nnx.Module], path: str) -> type[nnx.Module]:
 
         return run_module(path, lambda: call(self, *args, **kwargs), rematerialized)
 
-    names = {name: getattr(module_class, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(module_class)(module_class.__name__, (module_class,), {**names, "__call__": at_path, _BASE: module_class})
+    return subclass(module_class, **{"__call__": at_path, _BASE: module_class})
 
 
 def _program(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

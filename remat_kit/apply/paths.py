@@ -220,8 +220,8 @@ def _note_names(rule: PathRule, program: Callable[[], Any]) -> None:
     for sighting in [entry.own[rule] for entry in _thread.entries if rule in entry.own]:
         if _unmet(rule, sighting):
             for equation in equations_of(program()):
-                name = _jax.checkpoint_name_of(equation)
-                sighting.names |= {name} - {None}
+                if (name := _jax.checkpoint_name_of(equation)) is not None:
+                    sighting.names.add(name)
                 sighting.has_hidden_names |= equation.primitive.name.startswith("custom_vjp_call")
 
 
