@@ -57,6 +57,8 @@ def price_kernel(eqn: Any, constants: Sequence[np.ndarray | None]) -> Kernel:
 
 # Matmuls over the query-key head size and over the value head size.
 _CUDNN_MATMULS = {
+    "dot_product_attention_fwd": (1, 1),  # what remat_kit.attention binds, on one device's part
+    "dot_product_attention_bwd": (3, 2),
     "dot_product_attention_fwd_wrapper": (1, 1),
     "dot_product_attention_bwd_wrapper": (3, 2),
     "dot_product_attention_fp8_fwd_wrapper": (1, 1),
