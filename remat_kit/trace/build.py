@@ -193,8 +193,8 @@ def _shard_map(builder: Builder, eqn: Any, inputs: Ids, place: Place) -> Ids:
     shards = new_values(builder, jaxpr.invars, inner)
     for whole, shard in zip(inputs, shards, strict=True):
         add_crossing(builder, Crossing.SHARD_IN, eqn, (whole,), shard, place)
-        if whole in builder.constants and builder.constants[whole].shape == builder.values[shard].shape:
-            builder.constants[shard] = builder.constants[whole]
+        if builder.values[shard].shape == (None if whole is None else builder.values[whole].shape):
+            keep_constant(builder, shard, builder.constants.get(whole))
     results = visit(builder, eqn.params["jaxpr"], shards, inner)
     outputs = new_values(builder, eqn.outvars, place)
     for shard, whole in zip(results, outputs, strict=True):
@@ -214,6 +214,7 @@ def add_eqn(builder: Builder, eqn: Any, inputs: Ids, place: Place) -> Ids:
     if kind == "optimization_barrier":
         for source, output in zip(inputs, outputs, strict=True):
             add_op(builder, kind, eqn, (source,), (output,), place, flops=0, name=None)
+            keep_constant(builder, output, builder.constants.get(source))
         return outputs
     add_op(builder, kind, eqn, inputs, outputs, place, flops=flops, name=name)
     return outputs
