@@ -1,8 +1,8 @@
 """The worker process: `python -m remat_kit.worker [module:function]`. Started by `remat_kit.compile.pool`, not by people.
 
-Requests come in on standard input and replies go out on standard output, one JSON object a line. Both streams are taken away from
-everybody else first: compilers print, and a factory may read or print too; what they print goes to standard error. When the caller
-goes away, so does this process, even from the middle of a compile.
+Requests come in on standard input and replies go out on standard output, one JSON object a line. Both streams are taken away
+from everybody else first: compilers print, and a factory may read or print too; what they print goes to standard error. When the
+caller goes away, so does this process, even from the middle of a compile.
 """
 
 import importlib

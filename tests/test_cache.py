@@ -74,7 +74,8 @@ for _ in range(50):
 
 def test_two_processes_may_write_while_a_third_reads(tmp_path):
     store(Cache(tmp_path), KEY, STEP)
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), number], env=child_environment()) for number in "12"]
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    writers = [subprocess.Popen([*command, number], env=child_environment()) for number in "12"]
     seen = set()
     while any(writer.poll() is None for writer in writers):
         found = load(Cache(tmp_path), KEY)
@@ -215,7 +216,8 @@ def loss(x, w):
     y = jax.nn.dot_product_attention(q, q, q, is_causal=True, implementation=sys.argv[3] if sys.argv[3] != "none" else None)
     return jnp.sum(jax.checkpoint(jnp.sin)(y).astype(jnp.float32))
 
-compiled = compile_lowered(jax.jit(jax.grad(loss)).lower(abstract(8, 128, 128), abstract(128, 128)), target=target, cache=Cache(Path(sys.argv[1])))
+lowered = jax.jit(jax.grad(loss)).lower(abstract(8, 128, 128), abstract(128, 128))
+compiled = compile_lowered(lowered, target=target, cache=Cache(Path(sys.argv[1])))
 print(json.dumps(compiled.from_cache))
 """
 

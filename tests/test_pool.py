@@ -81,7 +81,7 @@ def wait_until(condition, seconds=10.0):
 
 
 def test_one_process_answers_every_request(worker):
-    request = {"do": "echo", "text": "ä\n\"", "list": [1, None, 2.5]}
+    request = {"do": "echo", "text": 'ä\n"', "list": [1, None, 2.5]}
     first, second = worker.ask(request), worker.ask({"do": "echo", "long": "x" * 500_000})
     assert first["got"] == request and len(second["got"]["long"]) == 500_000
     assert first["pid"] == second["pid"] != os.getpid()
@@ -101,21 +101,22 @@ def test_noise_on_the_streams_does_not_reach_the_protocol(worker, capfd):
 
 def test_errors_come_back_as_what_they_are(worker):
     pid = worker.ask({"do": "echo"})["pid"]
-    with pytest.raises(TargetError, match="^no such thing$") as caught:
+    with pytest.raises(TargetError, match=r"^no such thing$") as caught:
         worker.ask({"do": "target"})
     assert isinstance(caught.value.__cause__, WorkerTraceback)
     assert "in handle" in str(caught.value.__cause__)
-    with pytest.raises(FactoryError, match="^the factory raised$"):
+    with pytest.raises(FactoryError, match=r"^the factory raised$"):
         worker.ask({"do": "factory"})
-    with pytest.raises(CompileError, match="^KeyError: 'lost'$"):
+    with pytest.raises(CompileError, match=r"^KeyError: 'lost'$"):
         worker.ask({"do": "foreign"})
-    with pytest.raises(CompileError, match="^SystemExit: enough$"):
+    with pytest.raises(CompileError, match=r"^SystemExit: enough$"):
         worker.ask({"do": "exit"})
     assert worker.ask({"do": "echo"})["pid"] == pid
 
 
 @pytest.mark.parametrize(
-    ("crash", "words"), [("segv", r"killed by SIGSEGV(.|\n)*about to crash"), ("abort", "killed by SIGABRT"), ("quit", "exit code 3")]
+    ("crash", "words"),
+    [("segv", r"killed by SIGSEGV(.|\n)*about to crash"), ("abort", "killed by SIGABRT"), ("quit", "exit code 3")],
 )
 def test_a_crash_costs_one_request(worker, crash, words):
     before = worker.ask({"do": "echo"})
@@ -157,9 +158,8 @@ with Worker(handler="pool_handler:handle") as worker:
 def start_parent(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     pids = tmp_path / "pids"
-    parent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(PARENT), str(pids)], env=environment, stderr=subprocess.PIPE, start_new_session=True
-    )
+    command = [sys.executable, "-c", textwrap.dedent(PARENT), str(pids)]
+    parent = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, start_new_session=True)
     assert wait_until(lambda: pids.exists() and pids.read_text().endswith("\n"), seconds=30)
     return parent, pids.read_text().split()
 

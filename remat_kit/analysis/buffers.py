@@ -1,7 +1,7 @@
 """The compiler's memory totals, read from the buffer assignment that it dumps.
 
-In: the lines of XLA's `…after_optimizations-buffer-assignment.txt`. Out: bytes per memory space, `MemoryBytes`. XLA writes the file
-before it decides whether the program fits, so it is there for a refused program too. Every allocation has a memory space
+In: the lines of XLA's `…after_optimizations-buffer-assignment.txt`. Out: bytes per memory space, `MemoryBytes`. XLA writes the
+file before it decides whether the program fits, so it is there for a refused program too. Every allocation has a memory space
 ("color"): 0 = device memory (printed without one), 5 = host memory; the others are on-chip and belong to no total, as do
 thread-local allocations and constants. Checked on CPU, GPU and TPU against the compilers' own totals (tests/test_compile.py).
 """

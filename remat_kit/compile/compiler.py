@@ -28,6 +28,8 @@ from remat_kit.targets import OptionValue, Target
 from remat_kit.units import parse_bytes
 
 NO_HOST_NOTE = "host memory is not modelled on CPU"
+FROM_MESSAGE_NOTE = "bytes are from the compiler's message, rounded: it left no dump"
+NO_DUMP_NOTE = "libtpu left no dump: temporaries are from memory_analysis(), which counts fragmentation twice"
 
 _PACKAGES = {
     "cpu": (),
@@ -79,9 +81,7 @@ def compile_lowered(
     return step
 
 
-def _key(
-    lowered: Lowered, *, target: Target, options: Mapping[str, OptionValue], versions: tuple[tuple[str, str], ...]
-) -> str:
+def _key(lowered: Lowered, *, target: Target, options: Mapping[str, OptionValue], versions: tuple[tuple[str, str], ...]) -> str:
     device_facts = ("platform", "device_kind", "topology", "num_hosts", "num_devices", "memory_bytes", "gpu", "tpu")
     parts = {
         "target": {name: repr(getattr(target, name)) for name in device_facts},
@@ -137,13 +137,13 @@ def _memory(
         return totals.device, totals.host, ()
     if compiled is None:
         assert refused is not None
-        return _from_message(lowered, refused, target=target), None, ("bytes are from the compiler's message, rounded: it left no dump",)
+        return _from_message(lowered, refused, target=target), None, (FROM_MESSAGE_NOTE,)
     device, host = analysed_memory(compiled)
     match _platform(target):
         case "cpu":
             return device, None, (NO_HOST_NOTE,)
         case "tpu":
-            return device, host, ("libtpu left no dump: temporaries are from memory_analysis(), which counts fragmentation twice",)
+            return device, host, (NO_DUMP_NOTE,)
         case _:
             return device, host, ()
 
@@ -176,9 +176,7 @@ def _from_message(lowered: Lowered, refused: str, *, target: Target) -> MemoryBy
         raise CompileError(f"the compiler refused the step for {target.text!r} and gave no size: {refused.splitlines()[0]}")
     total_bytes = parse_bytes(found["amount"] or found["used"])
     argument_bytes = min(total_bytes, _jax.lowered_argument_bytes(lowered))
-    return MemoryBytes(
-        argument_bytes=argument_bytes, output_bytes=0, alias_bytes=0, temp_bytes=total_bytes - argument_bytes
-    )
+    return MemoryBytes(argument_bytes=argument_bytes, output_bytes=0, alias_bytes=0, temp_bytes=total_bytes - argument_bytes)
 
 
 def _failure(target: Target, message: str) -> TargetError | CompileError:

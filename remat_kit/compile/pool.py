@@ -1,8 +1,8 @@
 """The parent's side of a worker process: one request out, one reply back, as JSON lines over pipes. No JAX.
 
 A compiler that crashes, hangs or eats the machine's memory takes the worker with it, not the caller: the request fails with
-`CompileError`, and the next one starts a fresh worker. The worker is a session of its own, so that Ctrl-C reaches only the caller,
-who ends the whole group. What compilers print goes to a bounded tail, shown when a worker dies.
+`CompileError`, and the next one starts a fresh worker. The worker is a session of its own, so that Ctrl-C reaches only the
+caller, who ends the whole group. What compilers print goes to a bounded tail, shown when a worker dies.
 """
 
 import collections
@@ -29,9 +29,7 @@ _TAIL_LINES = 20
 _LINE_CHARACTERS = 400
 _LAST_WORDS_S = 5.0
 
-_ERRORS = {
-    name: found for name, found in vars(errors).items() if isinstance(found, type) and issubclass(found, RematKitError)
-}
+_ERRORS = {name: found for name, found in vars(errors).items() if isinstance(found, type) and issubclass(found, RematKitError)}
 
 
 class WorkerTraceback(Exception):  # noqa: N818 (it is the cause of an error, and carries text only)

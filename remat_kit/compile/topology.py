@@ -93,7 +93,8 @@ def identify(target: Target, rows: Rows) -> Target:
     platform = {"gpu": "cuda"}.get(devices[0].platform, devices[0].platform)
     if platform not in ("cpu", "cuda", "tpu"):
         raise TargetError(f"'attached': the devices here are {platform}; remat-kit knows cpu, cuda and tpu.")
-    known = dataclasses.replace(target, platform=platform, device_kind=kind, num_devices=len(devices), num_hosts=jax.process_count())
+    num_hosts = jax.process_count()
+    known = dataclasses.replace(target, platform=platform, device_kind=kind, num_devices=len(devices), num_hosts=num_hosts)
     row = next((row for row in rows.values() if (row.platform, row.device_kind) == (platform, kind)), None)
     if row is None:
         return known
@@ -135,8 +136,8 @@ def _cpu_devices(target: Target) -> tuple[jax.Device, ...]:
     devices = jax.devices("cpu")
     if len(devices) < target.num_devices:
         raise CompileError(
-            f"{target.text!r} needs {target.num_devices} CPU devices and JAX has started with {len(devices)} in this process: start a "
-            f"new one, or set XLA_FLAGS=--xla_force_host_platform_device_count={target.num_devices} before."
+            f"{target.text!r} needs {target.num_devices} CPU devices and JAX has started with {len(devices)} in this process: "
+            f"start a new one, or set XLA_FLAGS=--xla_force_host_platform_device_count={target.num_devices} before."
         )
     return tuple(devices[: target.num_devices])
 

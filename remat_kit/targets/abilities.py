@@ -83,9 +83,8 @@ def availability(platform: str, *, kernels: Iterable[str] = ()) -> Availability:
         return Availability(is_available=True)
     if (machine.system(), machine.machine()) != ("Linux", "x86_64"):
         here = f"{machine.system()} {machine.machine()}"
-        return Availability(
-            is_available=False, remedy=f"not to be had on {here}: the compiler has wheels for x86-64 Linux only (see the Dockerfile)"
-        )
+        remedy = f"not to be had on {here}: the compiler has wheels for x86-64 Linux only (see the Dockerfile)"
+        return Availability(is_available=False, remedy=remedy)
     return Availability(is_available=False, remedy=f"{' and '.join(missing)} missing: pip install 'remat-kit[{extra}]'")
 
 

@@ -171,7 +171,9 @@ def _tpu_layout(text: str, topology: tuple[int, ...], row: TargetRow, chip: TpuC
         raise TargetError(f"{text!r}: a topology of {row.kind} has {chip.topology_rank} numbers. {_spelling(row)}")
     num_chips = math.prod(topology)
     if num_chips > 1 and any(number % host for number, host in zip(topology, _TPU_HOST, strict=False)):
-        raise TargetError(f"{text!r}: {row.kind} has no such slice; its first two numbers are even, or all are 1. {_spelling(row)}")
+        raise TargetError(
+            f"{text!r}: {row.kind} has no such slice; the first two numbers are even, or all are 1. {_spelling(row)}"
+        )
     if num_chips > chip.max_chips:
         raise TargetError(f"{text!r} has {num_chips:,} chips; a slice of {row.kind} has at most {chip.max_chips:,}.")
     return max(1, num_chips // math.prod(_TPU_HOST)), num_chips * chip.devices_per_chip

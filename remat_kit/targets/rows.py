@@ -110,6 +110,7 @@ _CHIPS: Mapping[str, tuple[str, type[GpuChip] | type[TpuChip] | None]] = {
 }
 _KIND = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _RESERVED = "attached"
+_OR_BASE = 'Or give base = "…" and only what differs.'
 
 
 def load_rows(path: str | Path | None = None) -> Rows:
@@ -169,13 +170,14 @@ def _row(kind: str, table: Mapping[str, Any], *, where: str) -> TargetRow:
         raise TargetError(f"{where}: name a target with small letters, digits, '.', '_' and '-', and not {_RESERVED!r}.")
     platform = table.get("platform")
     if platform not in _CHIPS:
-        raise TargetError(f'{where}: platform = {platform!r}; allowed are cpu, cuda and tpu. Or give base = "…" and what differs.')
+        raise TargetError(f"{where}: platform = {platform!r}; allowed are cpu, cuda and tpu. {_OR_BASE}")
     chip_field, chip_type = _CHIPS[platform]
     own = _fields(TargetRow) - {"kind", "gpu", "tpu"}
     of_chip = set() if chip_type is None else _fields(chip_type)
+    allowed = sorted(own | of_chip)
     for key in table:
-        if key not in own | of_chip:
-            raise TargetError(f"{where}: unknown key {key!r}.{nearest(key, own | of_chip)} Keys: {', '.join(sorted(own | of_chip))}.")
+        if key not in allowed:
+            raise TargetError(f"{where}: unknown key {key!r}.{nearest(key, allowed)} Keys: {', '.join(allowed)}.")
     data = {key: table[key] for key in table if key in own} | {"kind": kind}
     data["compiler_options"] = tuple(_options(data, where=where).items())
     if chip_type is not None:
@@ -194,10 +196,10 @@ def _convert(data: Mapping[str, Any], record: type[Any], *, where: str) -> Any:
     try:
         found = msgspec.convert(dict(data), record)
     except msgspec.ValidationError as error:
-        raise TargetError(f"{where}: {error}. Or give base = \"…\" and only what differs.") from None
-    negative = [key for key, value in data.items() if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0]
-    if negative:
-        raise TargetError(f"{where}: {negative[0]} = {data[negative[0]]} must be above 0; leave out what is unknown.")
+        raise TargetError(f"{where}: {error}. {_OR_BASE}") from None
+    for key, value in data.items():
+        if isinstance(value, int | float) and value <= 0:
+            raise TargetError(f"{where}: {key} = {value} must be above 0; leave out what is unknown.")
     return found
 
 
