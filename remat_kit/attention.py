@@ -5,7 +5,7 @@ output *and* the softmax statistics) must carry the name inside the forward rule
 saves the output and re-runs the kernel. Plain XLA attention has no statistics: its context is named, and the backward pass forms
 the probabilities again.
 
-Legend: B batch, T query tokens, S key tokens, H query heads, G key/value heads (H = G x R), K width of a head.
+Legend: B batch, T query tokens, S key tokens, H query heads, G key/value heads (H = G x R), R query heads per key/value head, K width of a head.
 """
 
 import functools
@@ -157,13 +157,14 @@ def _splash_kernel(q_BTHK: jax.Array, *, save_residuals: bool) -> Callable[..., 
 
 def xla_attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> jax.Array:
     """Attention as two matmuls around a softmax in f32; keeps the probabilities in the dtype of the queries."""
-    batch, num_tokens, num_heads, width = q_BTHK.shape
-    q_BTGRK = q_BTHK.reshape(batch, num_tokens, k_BSGK.shape[2], -1, width)
+    batch, num_tokens, _, width = q_BTHK.shape
+    q_BGRTK = q_BTHK.reshape(batch, num_tokens, k_BSGK.shape[2], -1, width).transpose(0, 2, 3, 1, 4)
+    k_BGSK, v_BGSK = k_BSGK.swapaxes(1, 2), v_BSGK.swapaxes(1, 2)
     # The cotangent of f32 logits is f32: without a named algorithm its two matmuls would run in f32 too.
     algorithm = _ALGORITHMS.get(q_BTHK.dtype.name)
-    logits = jnp.einsum("btgrk,bsgk->bgrts", q_BTGRK, k_BSGK, precision=algorithm, preferred_element_type=jnp.float32)
-    probabilities = _causal_softmax(logits, width**-0.5, q_BTHK.dtype)
-    return jnp.einsum("bgrts,bsgk->btgrk", probabilities, v_BSGK).reshape(q_BTHK.shape)
+    logits_BGRTS = jnp.einsum("bgrtk,bgsk->bgrts", q_BGRTK, k_BGSK, precision=algorithm, preferred_element_type=jnp.float32)
+    context_BGRTK = jnp.einsum("bgrts,bgsk->bgrtk", _causal_softmax(logits_BGRTS, width**-0.5, q_BTHK.dtype), v_BGSK)
+    return context_BGRTK.transpose(0, 3, 1, 2, 4).reshape(q_BTHK.shape)
 
 
 _ALGORITHMS = {"bfloat16": jax.lax.DotAlgorithmPreset.BF16_BF16_F32, "float16": jax.lax.DotAlgorithmPreset.F16_F16_F32}
@@ -171,7 +172,7 @@ _ALGORITHMS = {"bfloat16": jax.lax.DotAlgorithmPreset.BF16_BF16_F32, "float16": 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _causal_softmax(logits: jax.Array, scale: float, dtype: jnp.dtype) -> jax.Array:
-    """Softmax over keys up to the query, logits (..., T, S). A custom VJP, so that only the rounded result is kept."""
+    """Softmax over the keys up to each query, of logits (..., T, S). A custom VJP, so that only the rounded result is kept."""
     num_queries, num_keys = logits.shape[-2:]
     visible = jnp.arange(num_queries)[:, None] >= jnp.arange(num_keys)
     return jax.nn.softmax(jnp.where(visible, logits * scale, -jnp.inf), axis=-1).astype(dtype)
