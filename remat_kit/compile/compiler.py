@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.stages import Compiled, Lowered
@@ -99,11 +100,13 @@ def _compile(
     lowered: Lowered, *, target: Target, options: Mapping[str, OptionValue], versions: tuple[tuple[str, str], ...]
 ) -> CompiledStep:
     with tempfile.TemporaryDirectory(prefix="remat-kit-dump-", ignore_cleanup_errors=True) as folder:
-        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} if _platform(target) == "tpu" else {}
+        given: dict[str, Any] = dict(options)
+        if _platform(target) == "tpu":
+            given |= {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         started_s = time.perf_counter()
         refused, compiled = None, None
         try:
-            compiled = lowered.compile(compiler_options={**options, **dump})
+            compiled = lowered.compile(compiler_options=given)
         except jax.errors.JaxRuntimeError as error:
             refused = str(error)
             if not _REFUSAL.search(refused):

@@ -5,7 +5,7 @@ that XLA's GPU compiler wants are written as the text of its `GpuTargetConfigPro
 """
 
 import dataclasses
-from typing import Any, assert_never
+from typing import Any, TypeAlias, assert_never
 
 import jax
 from jax.experimental import topologies
@@ -14,6 +14,9 @@ from remat_kit import _jax
 from remat_kit.compile.environment import add_host_devices
 from remat_kit.errors import CompileError, TargetError
 from remat_kit.targets import GpuChip, Rows, Target, availability
+
+Device: TypeAlias = Any
+"""A `jax.Device`, which type checkers take for a variable."""
 
 _GPU_CONFIG = """
 gpu_device_info {{
@@ -46,7 +49,7 @@ device_description_str: "{device_kind}"
 _ACCELERATED_MAJORS = (9, 10)
 
 
-def devices_for(target: Target) -> tuple[jax.Device, ...]:
+def devices_for(target: Target) -> tuple[Device, ...]:
     """The JAX devices of a target.
 
     Args:
@@ -132,7 +135,7 @@ def _claim_backends(target: Target) -> None:
         add_host_devices(target.num_devices)
 
 
-def _cpu_devices(target: Target) -> tuple[jax.Device, ...]:
+def _cpu_devices(target: Target) -> tuple[Device, ...]:
     devices = jax.devices("cpu")
     if len(devices) < target.num_devices:
         raise CompileError(
@@ -142,7 +145,7 @@ def _cpu_devices(target: Target) -> tuple[jax.Device, ...]:
     return tuple(devices[: target.num_devices])
 
 
-def _gpu_devices(target: Target) -> tuple[jax.Device, ...]:
+def _gpu_devices(target: Target) -> tuple[Device, ...]:
     assert target.gpu is not None
     if target.memory_bytes is None or target.memory_bytes_per_s is None:
         raise TargetError(f"{target.text!r}: the row of {target.kind} needs memory_bytes and memory_bytes_per_s.")
@@ -156,7 +159,7 @@ def _gpu_devices(target: Target) -> tuple[jax.Device, ...]:
     return _described(target, platform="cuda", topology_name=target.kind, target_config=config, topology=layout)
 
 
-def _tpu_devices(target: Target) -> tuple[jax.Device, ...]:
+def _tpu_devices(target: Target) -> tuple[Device, ...]:
     chip = target.tpu
     assert chip is not None
     shape = target.topology or (1,) * chip.topology_rank
@@ -167,7 +170,7 @@ def _tpu_devices(target: Target) -> tuple[jax.Device, ...]:
     return _described(target, platform="tpu", topology_name=name, **options)[: target.num_devices]
 
 
-def _described(target: Target, *, platform: str, topology_name: str, **options: Any) -> tuple[jax.Device, ...]:
+def _described(target: Target, *, platform: str, topology_name: str, **options: Any) -> tuple[Device, ...]:
     try:
         found = topologies.get_topology_desc(platform=platform, topology_name=topology_name, **options).devices
     except (jax.errors.JaxRuntimeError, NotImplementedError, RuntimeError) as error:

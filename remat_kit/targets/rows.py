@@ -137,7 +137,7 @@ def load_rows(path: str | Path | None = None) -> Rows:
 
 @functools.cache
 def _our_tables() -> Mapping[str, Any]:
-    return tomllib.loads(resources.files(__package__).joinpath("rows.toml").read_text())
+    return tomllib.loads(resources.files("remat_kit.targets").joinpath("rows.toml").read_text())
 
 
 @functools.cache
@@ -169,7 +169,7 @@ def _row(kind: str, table: Mapping[str, Any], *, where: str) -> TargetRow:
     if not _KIND.fullmatch(kind) or kind == _RESERVED:
         raise TargetError(f"{where}: name a target with small letters, digits, '.', '_' and '-', and not {_RESERVED!r}.")
     platform = table.get("platform")
-    if platform not in _CHIPS:
+    if not isinstance(platform, str) or platform not in _CHIPS:
         raise TargetError(f"{where}: platform = {platform!r}; allowed are cpu, cuda and tpu. {_OR_BASE}")
     chip_field, chip_type = _CHIPS[platform]
     own = _fields(TargetRow) - {"kind", "gpu", "tpu"}
