@@ -17,6 +17,11 @@ _OPTIMIZER_WORDS = frozenset(
 )
 _PARAMETER_WORDS = frozenset("params param parameters weights model ws".split())
 _BATCH_WORDS = frozenset("batch tokens inputs targets labels images input_ids ids mask positions segment_ids tok".split())
+_KIND_OF_WORDS = (
+    (_OPTIMIZER_WORDS, PeakKind.OPTIMIZER_STATE),
+    (_PARAMETER_WORDS, PeakKind.PARAMETERS),
+    (_BATCH_WORDS, PeakKind.BATCH),
+)
 _ROLES = {
     "parameters": PeakKind.PARAMETERS,
     "optimizer_state": PeakKind.OPTIMIZER_STATE,
@@ -55,11 +60,12 @@ def arguments_of(module: HloModule, roles: Mapping[str, str] | None = None) -> t
         Arguments by number.
     """
     entry = module.computations[module.entry]
-    found = [_argument(each, roles or {}) for each in entry.instructions if each.opcode == "parameter"]
+    found = [_argument(each, roles or {}, module.donated) for each in entry.instructions if each.opcode == "parameter"]
     return tuple(sorted(found, key=lambda argument: argument.number))
 
 
-def _argument(instruction: Instruction, roles: Mapping[str, str]) -> Argument:
+def _argument(instruction: Instruction, roles: Mapping[str, str], donated: frozenset[int]) -> Argument:
+    is_donated = int(instruction.literal) in donated or not donated
     path = instruction.op_name or instruction.name
     arrays = arrays_of(instruction.shape)
     local = arrays[0] if arrays else ArrayShape(dtype="opaque", dims=())
@@ -67,31 +73,33 @@ def _argument(instruction: Instruction, roles: Mapping[str, str]) -> Argument:
     return Argument(
         number=int(instruction.literal),
         path=path,
-        kind=_ROLES[role] if role else kind_of_path(path, local.dtype),
+        kind=_ROLES[role] if role else kind_of_path(path, is_donated=is_donated),
         local=local,
         global_dims=_global_dims(local.dims, attribute(instruction, "sharding") or ""),
     )
 
 
-def kind_of_path(path: str, dtype: str) -> PeakKind:
-    """Guesses an argument's role from the words of its path, outermost decisive word last.
+def kind_of_path(path: str, *, is_donated: bool) -> PeakKind:
+    """Guesses an argument's role from the words of its path; where they say nothing, what is donated is parameters.
+
+    Args:
+        path: As the program spells it.
+        is_donated: Whether a result reuses its memory (or the program donates nothing).
+
+    Returns:
+        Parameters, optimizer state or batch.
 
     Example:
-        >>> kind_of_path("st[1][0].nu['layers']['up']", "f32").value
+        >>> kind_of_path("st[1][0].nu['layers']['up']", is_donated=True).value
         'optimizer state'
-        >>> kind_of_path("batch['tokens']", "s32").value
+        >>> kind_of_path("batch['tokens']", is_donated=False).value
         'batch'
     """
     words = re.findall(r"[A-Za-z_]\w*", path.lower())
-    if any(word in _OPTIMIZER_WORDS for word in words):
-        return PeakKind.OPTIMIZER_STATE
-    if any(word in _PARAMETER_WORDS for word in words):
-        return PeakKind.PARAMETERS
-    if any(word in _BATCH_WORDS for word in words):
-        return PeakKind.BATCH
-    if dtype.startswith(("f", "bf")):
-        return PeakKind.PARAMETERS
-    return PeakKind.OTHER_ARGUMENTS
+    for allowed, kind in _KIND_OF_WORDS:
+        if any(word in allowed for word in words):
+            return kind
+    return PeakKind.PARAMETERS if is_donated else PeakKind.BATCH
 
 
 def _global_dims(dims: tuple[int, ...], sharding: str) -> tuple[int, ...]:

@@ -82,6 +82,7 @@ class HloModule:
         entry: Name of the entry computation.
         frames: Stack frames by number.
         num_partitions: Devices that the program is partitioned over.
+        donated: Numbers of the entry parameters whose memory results reuse.
     """
 
     name: str
@@ -89,6 +90,7 @@ class HloModule:
     entry: str
     frames: Mapping[int, Frame]
     num_partitions: int
+    donated: frozenset[int] = frozenset()
 
 
 def attribute(instruction: Instruction, key: str) -> str | None:

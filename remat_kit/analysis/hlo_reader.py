@@ -55,6 +55,7 @@ def read_module(text: str) -> HloModule:
         entry=reader.entry,
         frames=reader.frames,
         num_partitions=int(partitions[1]) if partitions else 1,
+        donated=frozenset(int(number) for number in re.findall(r"\((\d+), \{[\d, ]*\}, m\w+-alias\)", lines[0])),
     )
 
 

@@ -25,7 +25,7 @@ class Execution:
         computation: The computation that it stands in.
         times: Runs in a step.
         loop: Name of the innermost `while` around it; empty outside.
-        op_name: The program's words for it, those of the loop where the compiler left none.
+        op_name: The program's words for it; those of the loop, or of what runs before it, where the compiler left none.
         is_async: Whether it runs beside the schedule, from an `async-start` on.
     """
 
@@ -67,8 +67,10 @@ class _Place:
 
 
 def _walk(module: HloModule, computation: Computation, place: _Place) -> Iterator[Execution]:
+    before = ""  # what the compiler left without a name belongs to its loop, else to what runs before it
     for instruction in computation.instructions:
-        op_name = instruction.op_name or place.op_name
+        op_name = instruction.op_name or place.op_name or before
+        before = before if instruction.opcode in ("parameter", "constant") else op_name
         yield Execution(
             instruction=instruction,
             computation=computation,

@@ -41,6 +41,6 @@ def phase_of(op_name: str) -> StepPhase:
         return StepPhase.FORWARD
     if "transpose(" in op_name:
         return StepPhase.BACKWARD
-    if "jvp(checkpoint)" not in op_name and _CHECKPOINT.search(op_name):
-        return StepPhase.BACKWARD
-    return StepPhase.FORWARD if "jvp(" in op_name else StepPhase.UPDATE
+    if "jvp(" in op_name:  # of a region inside a region, the forward pass stands under `checkpoint` too
+        return StepPhase.FORWARD
+    return StepPhase.BACKWARD if _CHECKPOINT.search(op_name) else StepPhase.UPDATE
