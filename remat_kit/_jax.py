@@ -178,3 +178,7 @@ def compiler_option_names() -> tuple[str, ...]:
     """Compiler options that jaxlib can name: a small part of what XLA knows."""
     options = _jaxlib.CompileOptions().executable_build_options.debug_options
     return tuple(name for name in dir(options) if name.startswith("xla_"))
+
+
+REMAT3_ASKS_POLICIES = jax.version.__version_info__ >= (0, 12)
+"""Whether jax_remat3 asks a policy callable about names; before, it takes every callable for "save nothing"."""

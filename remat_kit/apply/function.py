@@ -12,13 +12,14 @@ import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar, assert_never
 
 import jax
 
 from remat_kit import _jax
 from remat_kit.apply.arguments import Constants, StaticArguments, join_arguments, split_arguments, static_arguments
-from remat_kit.apply.lowering import lower_policy
+from remat_kit.apply.checkpoint import FindWeights, checkpoint
 from remat_kit.errors import PolicyError, RematWarning
 from remat_kit.grammar import parse_policy
 from remat_kit.policy import NoRemat, Policy, Preset, Remat, StackPlan
@@ -29,11 +30,10 @@ MARK = "_remat_kit_policy"
 """Attribute of everything that is wrapped here: the policy it follows."""
 
 _CHECKPOINT_FILE = inspect.unwrap(jax.checkpoint).__code__.co_filename
+_JAX_FOLDER = str(Path(jax.__file__).parent)
 _MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 _LOOPS = ("scan", "while")
 _MANY_MATMULS = 8  # a head with its loss, or one small block, has fewer; a whole model of a few layers has more
-_MANY_CHECKPOINT_FILE = inspect.unwrap(jax.checkpoint).__code__.co_filename
-_MATMULS = 8  # more than one head, one loss and one small block have; a whole model has as many in a few layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +45,14 @@ class Wrapping:
         prevent_cse: See `remat`.
         argnums: Positions of static arguments, `self` included.
         argnames: Names of static arguments.
+        params_argnums: Positions of a function's arguments that are parameters.
     """
 
     policy: Remat
     prevent_cse: bool = True
     argnums: tuple[int, ...] = ()
     argnames: tuple[str, ...] = ()
+    params_argnums: tuple[int, ...] = ()
 
     def static(self, fn: Callable[..., Any], *, num_bound: int = 0) -> StaticArguments:
         """The static arguments of a call to `fn`, see `static_arguments`."""
@@ -91,6 +93,7 @@ def remat(
     prevent_cse: bool = True,
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
+    params_argnums: int | Iterable[int] = (),
 ) -> Target:
     """Makes a function or a module recompute, in its backward pass, what the policy does not keep.
 
@@ -109,6 +112,8 @@ def remat(
             merges the recomputation with the forward pass and undoes it.
         static_argnums: Positions, `self` included, of arguments that stay as they are although they are or hold arrays.
         static_argnames: The same by name.
+        params_argnums: Positions of a function's arguments that are parameters: what the rule `weights` asks for. Linen modules
+            know theirs.
 
     Returns:
         What was given, wrapped; itself for `none`.
@@ -131,7 +136,8 @@ def remat(
         return target
     argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     argnames = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
-    wrapping = Wrapping(policy=found, prevent_cse=prevent_cse, argnums=argnums, argnames=argnames)
+    params = (params_argnums,) if isinstance(params_argnums, int) else tuple(params_argnums)
+    wrapping = Wrapping(policy=found, prevent_cse=prevent_cse, argnums=argnums, argnames=argnames, params_argnums=params)
     if is_wrapped(target):
         warn(f"{target!r} is rematerialized already: wrapped once more, it is recomputed twice and saves nothing more.")
     for framework in _frameworks():
@@ -157,9 +163,10 @@ def remat_function(fn: Target, wrapping: Wrapping) -> Target:
             if framework.holds_state((args, kwargs)):
                 return framework.call_with_modules(fn, args, kwargs, wrapping=wrapping, static=static)
         constants, leaves = split_arguments(args, kwargs, static=static, is_node=lambda _: False)
+        find_weights = functools.partial(_flags_of_positions, constants, wrapping.params_argnums) if wrapping.params_argnums else None
         if constants.are_plain:
-            return checkpointed(call, wrapping, num_constants=1)(constants, leaves)
-        return checkpointed(functools.partial(call, constants), wrapping)(leaves)
+            return checkpointed(call, wrapping, num_constants=1, find_weights=find_weights)(constants, leaves)
+        return checkpointed(functools.partial(call, constants), wrapping, find_weights=find_weights)(leaves)
 
     setattr(wrapped, MARK, wrapping.policy)
     # Linen wraps the methods that it finds in a class body, unless they say that this is done; it is done when they are called.
@@ -167,14 +174,19 @@ def remat_function(fn: Target, wrapping: Wrapping) -> Target:
     return wrapped  # type: ignore[return-value]
 
 
-def checkpointed(fn: Callable[..., Any], wrapping: Wrapping, *, num_constants: int = 0) -> Callable[..., Any]:
-    """`jax.checkpoint` of a function whose first `num_constants` arguments are no arrays; warns where it wraps a whole loss."""
-    policy: Any = lower_policy(wrapping.policy)
-    run = jax.checkpoint(
-        fn,
-        policy=policy,
-        prevent_cse=wrapping.prevent_cse,
-        static_argnums=tuple(range(num_constants)),
+def _flags_of_positions(constants: Constants, positions: tuple[int, ...], leaves: list[Any]) -> list[bool]:
+    """Of each traced leaf of a call, whether it belongs to one of the positional arguments in question."""
+    args, _ = join_arguments(constants, list(range(len(leaves))))
+    inside = {index for position in positions for index in jax.tree.leaves(args[position])}
+    return [index in inside for index in range(len(leaves))]
+
+
+def checkpointed(
+    fn: Callable[..., Any], wrapping: Wrapping, *, num_constants: int = 0, find_weights: FindWeights | None = None
+) -> Callable[..., Any]:
+    """`checkpoint` of a function whose first `num_constants` arguments are no arrays; warns where it wraps a whole loss."""
+    run = checkpoint(
+        fn, wrapping.policy, prevent_cse=wrapping.prevent_cse, num_static=num_constants, find_weights=find_weights
     )
 
     def call(*args: Any) -> Any:
@@ -198,11 +210,16 @@ def is_wrapped(target: Any) -> bool:
         return hasattr(target, MARK) or target.__name__ in [f"Checkpoint{base.__name__}" for base in target.__mro__[1:2]]
     if not inspect.isroutine(target):
         return is_wrapped(type(target))
-    layers: list[Any] = [target]
-    while hasattr(layers[-1], "__wrapped__"):
-        layers.append(layers[-1].__wrapped__)
-    codes = [getattr(layer, "__code__", None) for layer in layers]
-    return hasattr(target, MARK) or any(code is not None and code.co_filename == _CHECKPOINT_FILE for code in codes)
+    return hasattr(target, MARK) or any(code.co_filename == _CHECKPOINT_FILE for code in _codes(target))
+
+
+def _codes(fn: Any) -> Iterator[types.CodeType]:
+    """The code of a function and of the functions that its decorators, which may hide what they wrap, hold on to."""
+    if isinstance(fn, types.FunctionType):
+        yield fn.__code__
+        held = [cell.cell_contents for cell in fn.__closure__ or () if fn.__code__.co_filename.startswith(_JAX_FOLDER)]
+        for each in (*held, getattr(fn, "__wrapped__", None)):
+            yield from _codes(each)
 
 
 def subclass(base: type, **attributes: Any) -> Any:

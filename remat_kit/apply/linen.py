@@ -112,7 +112,10 @@ def _lifted_checkpoint(
             scope = scope_fn(variable_groups, rng_groups)
             return fn(scope, *args), repack_fn(scope)
 
-        run = checkpointed(pure, wrapping)
+        def find_weights(variable_groups: Any, *others: Any) -> list[bool]:
+            return [True] * len(jax.tree.leaves(variable_groups)) + [False] * len(jax.tree.leaves(others))
+
+        run = checkpointed(pure, wrapping, find_weights=find_weights)
         result = run(variable_groups, rng_groups, *args)
         if observe is not None:
             observe(lambda: jax.make_jaxpr(run)(variable_groups, rng_groups, *args))

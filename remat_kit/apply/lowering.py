@@ -13,16 +13,19 @@ from typing import Any, assert_never
 from jax.extend.core import Primitive
 
 from remat_kit import _jax
-from remat_kit.errors import PolicyError
 from remat_kit.policy import Action, ByKind, Cheap, Kind, Named, Remat, Rule, Smaller, matches
+
+WEIGHTS_NAME = "remat_kit.weights"
+"""What the outputs of matmuls by weights are named, see `remat_kit.apply.weights`."""
 
 HOST_MEMORY_KIND = "pinned_host"
 
-_MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_matmul", "scaled_dot_general")
+MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_matmul", "scaled_dot_general")
 _KERNELS = (
     "pallas_call",
     "triton_kernel_call",
     "ffi_call",
+    "dot_product_attention_fwd",
     "dot_product_attention_fwd_wrapper",
     "dot_product_attention_fp8_fwd_wrapper",
 )
@@ -56,17 +59,17 @@ def lower_policy(policy: Remat) -> CheckpointPolicy | None:
 def _verdict(rule: Rule, primitive: Primitive, avals: tuple[Any, ...], params: dict[str, Any]) -> object | None:
     match rule:
         case Named(action, patterns):
-            name = params.get("name") if primitive.name == "name" else None
-            hit = isinstance(name, str) and any(matches(pattern, name) for pattern in patterns)
+            name = _jax_name(primitive, params)
+            hit = name is not None and any(matches(pattern, name) for pattern in patterns)
             return _named_verdict(action) if hit else None
         case ByKind(Kind.DOTS):
-            return _jax.SAVEABLE if primitive.name in _MATMULS else None
+            return _jax.SAVEABLE if primitive.name in MATMULS else None
         case ByKind(Kind.DOTS_NO_BATCH):
             return _jax.SAVEABLE if _is_unbatched_dot(primitive, params) else None
         case ByKind(Kind.KERNELS):
             return _jax.SAVEABLE if is_kernel(primitive.name) else None
         case ByKind(Kind.WEIGHTS):
-            raise PolicyError(f"the rule {rule} can't be applied yet; use names, dots or dots_no_batch.")
+            return _jax.SAVEABLE if _jax_name(primitive, params) == WEIGHTS_NAME else None
         case Smaller(max_bytes):
             return _jax.SAVEABLE if _output_bytes(primitive, avals, params) <= max_bytes else None
         case Cheap(max_flops_per_byte):
@@ -74,6 +77,10 @@ def _verdict(rule: Rule, primitive: Primitive, avals: tuple[Any, ...], params: d
             return _jax.RECOMPUTE if flops <= max_flops_per_byte * _output_bytes(primitive, avals, params) else None
         case _:
             assert_never(rule)
+
+
+def _jax_name(primitive: Primitive, params: dict[str, Any]) -> str | None:
+    return params["name"] if primitive.name == "name" else None
 
 
 def _named_verdict(action: Action) -> object:
@@ -116,5 +123,5 @@ def _operation_flops(primitive: Primitive, avals: tuple[Any, ...], params: dict[
         return 2 * math.prod(outputs.shape) * math.prod(avals[0].shape[axis] for axis in contracted)
     outputs, _ = primitive.abstract_eval(*avals, **params)
     shaped = outputs if primitive.multiple_results else (outputs,)
-    each = 2 * math.prod(avals[1].shape[1:]) if primitive.name in _MATMULS else 1
+    each = 2 * math.prod(avals[1].shape[1:]) if primitive.name in MATMULS else 1
     return each * sum(math.prod(aval.shape) for aval in shaped)

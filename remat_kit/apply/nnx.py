@@ -15,7 +15,7 @@ from flax import nnx
 
 from remat_kit.apply.arguments import StaticArguments, join_arguments, split_arguments
 from remat_kit.apply.function import MARK, Wrapping, subclass
-from remat_kit.apply.lowering import lower_policy
+from remat_kit.apply.checkpoint import lower_unseen
 
 
 def wrap_module(target: Any, wrapping: Wrapping) -> Any | None:
@@ -56,7 +56,7 @@ def call_with_modules(
     # what changed alone (and Flax raises as it does without remat), but loses variables that the call adds.
     variables = [node for _, node in nnx.iter_graph(leaves, graph=True) if isinstance(node, nnx.Variable)]
     graph_updates = all(variable._can_update for variable in variables)  # no public name asks
-    policy: Any = lower_policy(wrapping.policy)
+    policy = lower_unseen(wrapping.policy)
     return nnx.remat(remat, policy=policy, prevent_cse=wrapping.prevent_cse, graph_updates=graph_updates)(leaves)
 
 

@@ -14,28 +14,27 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from remat_kit import _jax
 from remat_kit.apply.jaxprs import run_equations, variables
-
-WEIGHTS_NAME = "remat_kit.weights"
-"""What the outputs of such matmuls are named."""
-
-MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_matmul", "scaled_dot_general")
+from remat_kit.apply.lowering import MATMULS, WEIGHTS_NAME
 
 
-def name_weight_matmuls(fn: Callable[..., Any], *, weights: Sequence[int]) -> Callable[..., Any]:
+def name_weight_matmuls(
+    fn: Callable[..., Any], *, find_weights: Callable[..., Sequence[bool]], num_static: int = 0
+) -> Callable[..., Any]:
     """The same function, with the outputs of its matmuls by weights named `WEIGHTS_NAME`.
 
     Args:
-        fn: A function of pytrees of arrays.
-        weights: Positions of the arguments that are parameters. What `fn` closes over counts as parameters too.
+        fn: A function of pytrees of arrays, after its static arguments.
+        find_weights: Given these pytrees, says of each leaf whether it is a parameter. What `fn` closes over counts as one.
+        num_static: Leading arguments that are no arrays.
 
     Returns:
         A function of the same arguments, results and derivatives.
     """
 
     def named(*args: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-        flags = [position in weights for position, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
-        results = _run(closed, jax.tree.leaves(args), flags)
+        closed, shapes = jax.make_jaxpr(fn, static_argnums=tuple(range(num_static)), return_shape=True)(*args)
+        arrays = args[num_static:]
+        results = _run(closed, jax.tree.leaves(arrays), find_weights(*arrays))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return named
