@@ -1,8 +1,8 @@
 """Records of a compiled step's insides: its buffers, what its memory peak is made of, its timeline, and the work that it does.
 
-`analysis` makes them from the compiler's dump, `report` writes them down, saved reports hold them; no JAX. Bytes and FLOPs are per
-device. Schedule points count the flattened program: the body of a loop stands once, before its loop. A number that could not be had
-is None, and a note says why.
+`analysis` makes them from the compiler's dump, `report` writes them down, saved reports hold them; no JAX. Bytes and FLOPs are
+per device. Schedule points count the flattened program: the body of a loop stands once, before its loop. A number that could
+not be had is None, and a note says why.
 """
 
 from dataclasses import dataclass

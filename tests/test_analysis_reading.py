@@ -57,8 +57,8 @@ StackFrames
   %one = s32[] constant(1)
   %next = s32[] add(%count, %one)
   %field = f32[8,8]{1,0} fusion(%carry#2), kind=kLoop, calls=%padded
-  %gathered = f32[8,8]{1,0} all-reduce(%field), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%add, metadata={op_name="jit(step)/jvp()/while/body/dot_general" stack_frame_id=1}
-  %product = f32[8,8]{1,0} dot(%carry#1, %gathered), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(step)/jvp()/while/body/dot_general" stack_frame_id=1}
+  %gathered = f32[8,8]{1,0} all-reduce(%field), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%add, NAME
+  %product = f32[8,8]{1,0} dot(%carry#1, %gathered), lhs_contracting_dims={1}, rhs_contracting_dims={0}, NAME
   ROOT %result = (s32[], f32[8,8]{1,0}, f32[2,8]{1,0}) tuple(%next, %product, /*index=2*/%carry#2)
 }
 
@@ -74,10 +74,10 @@ ENTRY %main (w: f32[2,8], x: f32[8,8]) -> f32[8,8] {
   %x = f32[8,8]{1,0} parameter(1), sharding={replicated}, metadata={op_name="tokens"}
   %start = s32[] constant(2)
   %init = (s32[], f32[8,8]{1,0}, f32[2,8]{1,0}) tuple(%start, %x, %w)
-  %loop = (s32[], f32[8,8]{1,0}, f32[2,8]{1,0}) while(%init), condition=%condition, body=%body, metadata={op_name="jit(step)/jvp()/while"}
+  %loop = (s32[], f32[8,8]{1,0}, f32[2,8]{1,0}) while(%init), condition=%condition, body=%body
   ROOT %out = f32[8,8]{1,0} get-tuple-element(%loop), index=1
 }
-"""
+""".replace("NAME", 'metadata={op_name="jit(step)/jvp()/while/body/dot_general" stack_frame_id=1}')
 
 ASSIGNMENT = """BufferAssignment:
 allocation 0: size 64, parameter 0, shape |f32[2,8]| at ShapeIndex {}, maybe-live-out:

@@ -1,7 +1,7 @@
 """The arguments of a compiled step: path, role, shape on one device and shape over all of them.
 
-In: `HloModule`, whose entry parameters carry the argument's path in `op_name` (`state['params']['layers']['q']`), and optionally what
-the step says of its roles. Out: `Argument`. Without roles, the words of the path decide.
+In: `HloModule`, whose entry parameters carry the argument's path in `op_name` (`state['params']['layers']['q']`), and
+optionally what the step says of its roles. Out: `Argument`. Without roles, the words of the path decide.
 """
 
 import re
@@ -119,22 +119,3 @@ def forms_of(argument: Argument) -> tuple[tuple[int, ...], ...]:
     """Shapes under which an argument, its gradient or a copy appears: whole and one layer of it, over all devices and on one."""
     whole = (argument.global_dims, argument.local.dims)
     return tuple(dict.fromkeys(form for dims in whole for form in (dims, dims[1:]) if len([dim for dim in form if dim != 1]) > 0))
-
-
-def matching(arguments: Iterable[Argument], dims: tuple[int, ...]) -> Argument | None:
-    """The first weight that has a form with these dimensions; None for vectors that could be anything.
-
-    Args:
-        arguments: Candidates.
-        dims: Dimensions of some array.
-
-    Returns:
-        The argument.
-    """
-    real = [dim for dim in dims if dim != 1]
-    if len(real) < 2:
-        return None
-    for argument in arguments:
-        if argument.kind is PeakKind.PARAMETERS and any(same_dims(form, dims) for form in forms_of(argument)):
-            return argument
-    return None

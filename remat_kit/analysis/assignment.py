@@ -1,8 +1,8 @@
 """Reads what XLA dumps about memory: the buffer assignment and the live ranges.
 
-In: the texts of `…after_optimizations-buffer-assignment.txt` and `…-live-range.txt` of one compile. Out: every allocation with every
-value in it (offset and padded size), the flat schedule (bodies of loops before the loop), and each value's first and last point in
-it. The dump's "(peak)" block and its cumulative bytes are never read: they are off by 0.7 to 1.9 times.
+In: the texts of `…after_optimizations-buffer-assignment.txt` and `…-live-range.txt` of one compile. Out: every allocation with
+every value in it (offset and padded size), the flat schedule (bodies of loops before the loop), and each value's first and last
+point in it. The dump's "(peak)" block and its cumulative bytes are never read: they are off by 0.7 to 1.9 times.
 """
 
 import re

@@ -1,8 +1,8 @@
 """What the memory peak is made of.
 
-In: `Dump`, what the step says of its arguments and what the trace calls its residuals. Out: `PeakClass` lines that sum to the total:
-arguments, outputs, and the arena at its peak, every byte once: buffers under the most certain of their names, padding, and the holes
-between them, computed from offsets.
+In: `Dump`, what the step says of its arguments and what the trace calls its residuals. Out: `PeakClass` lines that sum to the
+total: arguments, outputs, and the arena at its peak, every byte once: buffers under the most certain of their names, padding,
+and the holes between them, computed from offsets.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -107,7 +107,6 @@ def _pieces(evidence: Evidence, arena: Arena, phases: Sequence[StepPhase]) -> It
             padding_bytes=padding,
             shape=chosen.value.shape,
         )
-
 
 
 def _settle(pieces: list[_Piece]) -> list[_Piece]:

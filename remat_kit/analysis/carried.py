@@ -1,7 +1,7 @@
 """Which element of what a loop carries a value is.
 
-In: the instruction that makes a value. Out: `dataflow.Element`, also for the value that starts it and for what the body makes of it:
-all of them share one buffer, and the loop tells what it is for.
+In: the instruction that makes a value. Out: `dataflow.Element`, also for the value that starts it and for what the body makes
+of it: all of them share one buffer, and the loop tells what it is for.
 """
 
 from remat_kit.analysis.dataflow import Dataflow, Element, ElementUse, element_of_loop, instruction_of, tuple_index

@@ -1,8 +1,8 @@
 """What a temporary buffer holds, in words that a person understands.
 
-In: a value of the arena and the point at which it lives. Out: `Label`. Evidence, strongest first: what a loop does with it (stack,
-carry), which argument it is a copy or cast of, collectives, shapes of parameters (gradients) and of the vocabulary (logits), words of
-its operation's name, and last the phase that it was made in.
+In: a value of the arena and the point at which it lives. Out: `Label`. Evidence, strongest first: what a loop does with it
+(stack, carry), which argument it is a copy or cast of, collectives, shapes of parameters (gradients) and of the vocabulary
+(logits), words of its operation's name, and last the phase that it was made in.
 """
 
 import re
@@ -111,19 +111,26 @@ def _label_of_instruction(evidence: Evidence, instruction: Instruction, position
     arrays = arrays_of(shape)
     array = arrays[0] if arrays else ArrayShape(dtype="opaque", dims=())
     origin = origin_of(flow, instruction.name, position) or Origin()
-    if origin.element is not None:
+    if origin.element is not None and origin.element.use is ElementUse.STACK:
         return _label_of_stack_copy(evidence, origin.element, array)
+    if origin.element is not None and (label := _label_of_element(evidence, origin.element, point)):
+        return label
     named = _named(flow, instruction)
     source = source_of(flow.module, named.frame)
     argument = next((each for each in evidence.arguments if each.number == origin.argument), None)
     kind, name, certainty = _judge(evidence, instruction, position, array, named.op_name, argument, point)
     if kind is PeakKind.RESIDUALS:
-        for residual in evidence.residuals:
-            if residual.num_layers == 1 and fits(residual, array, num_devices=flow.module.num_partitions):
-                if same_source(residual.source, source):
-                    name = residual_name(residual, named.op_name)
-                    break
+        name = _name_of_residual(evidence, array, source) or name
     return Label(kind=kind, name=name, op_name=named.op_name, source=source, certainty=certainty)
+
+
+def _name_of_residual(evidence: Evidence, array: ArrayShape, source: str) -> str | None:
+    """What the trace calls a residual that no loop stacks."""
+    for residual in evidence.residuals:
+        is_same = residual.num_layers == 1 and same_source(residual.source, source)
+        if is_same and fits(residual, array, num_devices=evidence.flow.module.num_partitions):
+            return residual_name(residual, "")
+    return None
 
 
 def _named(flow: Dataflow, instruction: Instruction) -> Instruction:
@@ -190,7 +197,9 @@ def _label_of_stack_copy(evidence: Evidence, element: Element, array: ArrayShape
     if label.kind is PeakKind.GRADIENTS:
         return replace(label, certainty=8)
     if array.num_elements < stack.array.num_elements:
-        return replace(label, kind=PeakKind.ACTIVATIONS, name=f"{label.name}, taken from its stack", layers=1, certainty=8, stack="")
+        return replace(
+            label, kind=PeakKind.ACTIVATIONS, name=f"{label.name}, taken from its stack", layers=1, certainty=8, stack=""
+        )
     return replace(label, is_copy=True, certainty=8, logical_bytes=stack.array.num_bytes)
 
 

@@ -1,8 +1,8 @@
 """Collectives by what they are for, whatever operation the compiler chose.
 
-In: a module and what runs in it. Out: `Collective`, one per operand. A weight gather is an all-gather, or an all-reduce of a shard
-padded with zeros (TPU), whose result has the unsharded shape of a parameter or of one layer of it. An all-reduce whose fusion slices
-its result is a reduce-scatter. Wire bytes are those of a ring.
+In: a module and what runs in it. Out: `Collective`, one per operand. A weight gather is an all-gather, or an all-reduce of a
+shard padded with zeros (TPU), whose result has the unsharded shape of a parameter or of one layer of it. An all-reduce whose
+fusion slices its result is a reduce-scatter. Wire bytes are those of a ring.
 """
 
 import math
@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from remat_kit.analysis.arguments import Argument, arguments_of, matching, same_dims
+from remat_kit.analysis.arguments import Argument, arguments_of, same_dims
 from remat_kit.analysis.dataflow import Dataflow, argument_of, index_dataflow, instruction_of
+from remat_kit.analysis.gradients import weights_of_shape
 from remat_kit.analysis.hlo import Computation, HloModule, Instruction, attribute
 from remat_kit.analysis.loops import Execution
 from remat_kit.analysis.phases import phase_of
@@ -142,13 +143,13 @@ def _meaning(
         source = by_number.get(_argument_behind(found, operand, flow))  # type: ignore[arg-type]
         if source and source.kind is PeakKind.PARAMETERS and (found.opcode == "all-gather" or _is_padded(operand, flow)):
             return CollectiveMeaning.WEIGHT_GATHER, source.path
-    match = matching(arguments, result.dims)
+    match = next(iter(weights_of_shape(arguments, result.dims)), None)
     if found.opcode == "all-gather" and match and _is_unsharded(match, result.dims):
         return CollectiveMeaning.WEIGHT_GATHER, match.path
     if found.opcode == "all-reduce" and match and _is_padded(operand, flow) and _is_unsharded(match, result.dims):
         return CollectiveMeaning.WEIGHT_GATHER, match.path
     if found.opcode in ("all-reduce", "reduce-scatter") and phase in (StepPhase.BACKWARD, StepPhase.UPDATE):
-        match = match or matching(arguments, _dims_of(operand, flow))
+        match = match or next(iter(weights_of_shape(arguments, _dims_of(operand, flow))), None)
         if match:
             return CollectiveMeaning.GRADIENT_REDUCTION, match.path
     return CollectiveMeaning.OTHER, ""

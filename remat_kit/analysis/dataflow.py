@@ -1,7 +1,7 @@
 """Where a value of a compiled module comes from: through copies, casts, slices, fusions and loops back to an argument.
 
-In: `HloModule`. Out: questions answered by `Dataflow`: which argument a value is a copy, cast, slice or gathered form of; what a loop does
-with an element that it carries (hands it through, stacks into it, replaces it).
+In: `HloModule`. Out: questions answered by `Dataflow`: which argument a value is a copy, cast, slice or gathered form of; what
+a loop does with an element that it carries (hands it through, stacks into it, replaces it).
 """
 
 import re
@@ -117,7 +117,7 @@ class Origin:
 
     Attributes:
         argument: Number of an entry argument.
-        element: A stack that a loop has filled.
+        element: What a loop has made: a stack that it filled, or what it carried to its end.
     """
 
     argument: int | None = None
@@ -156,7 +156,7 @@ def origin_of(flow: Dataflow, name: str, index: int | None = None, depth: int = 
             element = element_of_loop(flow, instruction, index)
             if element.use is ElementUse.INVARIANT:
                 return origin_of(flow, instruction.operands[0], index, depth + 1)
-            return Origin(element=element) if element.use is ElementUse.STACK else None
+            return Origin(element=element)
         case "fusion":
             inner = _moved_parameter(flow.module.computations[instruction.called[0]], index)
             return None if inner is None else origin_of(flow, instruction.operands[inner], None, depth + 1)
@@ -164,6 +164,8 @@ def origin_of(flow: Dataflow, name: str, index: int | None = None, depth: int = 
             return origin_of(flow, instruction.operands[1], None, depth + 1)
         case "all-gather" | "all-gather-done" | "all-reduce" if index is not None and index < len(instruction.operands):
             return origin_of(flow, instruction.operands[index], None, depth + 1)
+        case "custom-call" if '"ConcatBitcast"' in instruction.attributes:  # TPU: slices that were fetched apart, joined again
+            return origin_of(flow, instruction.operands[0], None, depth + 1)
         case opcode if opcode in _MOVES and instruction.operands:
             # An asynchronous start is a tuple of operand, result …: what it moves is its operand.
             return origin_of(flow, instruction.operands[0], None, depth + 1)

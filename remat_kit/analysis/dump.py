@@ -1,7 +1,7 @@
 """Finds and reads the dump of one compile: HLO, buffer assignment and live ranges.
 
-In: the folder that `xla_dump_to` named, private to the compile, with `xla_dump_hlo_as_text`. Out: `Dump`. The same three files are
-written on CPU, GPU and TPU, on TPU also for a program that is then refused.
+In: the folder that `xla_dump_to` named, private to the compile, with `xla_dump_hlo_as_text`. Out: `Dump`. The same three files
+are written on CPU, GPU and TPU, on TPU also for a program that is then refused.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
 """Which parameter a gradient belongs to.
 
-In: a value of a parameter's shape that the backward pass makes. Out: the parameter's path. Where the value meets a parameter of its
-shape in the update, that is the one; else the shape decides, and parameters of equal shape that differ in a number share a name.
+In: a value of a parameter's shape that the backward pass makes. Out: the parameter's path. Where the value meets a parameter of
+its shape in the update, that is the one; else the shape decides, and parameters of equal shape that differ in a number share a
+name.
 """
 
 import re

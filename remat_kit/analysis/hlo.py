@@ -1,7 +1,7 @@
 """A compiled module as plain records: computations with their instructions in schedule order, and stack frames.
 
-`hlo_reader` makes them. What few readers need (windows, dimension numbers, replica groups …) stays text in `attributes` and is read by
-`attribute`. Trip counts are in `loops`, where values come from in `dataflow`.
+`hlo_reader` makes them. What few readers need (windows, dimension numbers, replica groups …) stays text in `attributes` and is
+read by `attribute`. Trip counts are in `loops`, where values come from in `dataflow`.
 """
 
 import re

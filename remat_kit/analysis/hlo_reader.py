@@ -1,8 +1,8 @@
 """Reads scheduled HLO text, as compilers dump it, into the records of `hlo`.
 
-In: the text of a module after optimization; CPU, GPU and TPU write the same grammar. Out: `HloModule`. One pass over the lines. Two
-spellings are made plain: `%tuple#2` of newer XLA becomes a get-tuple-element, and what an `async-start` calls stands in place of its
-`async-done`, so that readers need not know either.
+In: the text of a module after optimization; CPU, GPU and TPU write the same grammar. Out: `HloModule`. One pass over the lines.
+Two spellings are made plain: `%tuple#2` of newer XLA becomes a get-tuple-element, and what an `async-start` calls stands in
+place of its `async-done`, so that readers need not know either.
 """
 
 import re

@@ -1,8 +1,8 @@
 """Which buffers live when, and when most bytes do.
 
-In: `Dump`. Out: `Buffer` records, the peak of a memory space and the timeline. The peak is the schedule point with the largest union of
-(offset, size) over the values that live there, in the space's arena: values that share memory count once. Loops are flat in the
-schedule: their body stands once, before them.
+In: `Dump`. Out: `Buffer` records, the peak of a memory space and the timeline. The peak is the schedule point with the largest
+union of (offset, size) over the values that live there, in the space's arena: values that share memory count once. Loops are
+flat in the schedule: their body stands once, before them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

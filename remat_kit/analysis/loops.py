@@ -1,8 +1,8 @@
 """Loops of a compiled module, and how often each instruction runs.
 
-In: `HloModule`. Out: `Execution`, an instruction with the number of its runs in a step. A loop's trip count is what the compiler
-wrote down (`known_trip_count`, CPU and GPU), else the constant that the loop's condition compares its counter with (TPU), less the
-counter's first value; never the program's own idea of it.
+In: `HloModule`. Out: `Execution`, an instruction with the number of its runs in a step. A loop's trip count is what the
+compiler wrote down (`known_trip_count`, CPU and GPU), else the constant that the loop's condition compares its counter with
+(TPU), less the counter's first value; never the program's own idea of it.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Where the memory of a compiled step goes: joins the readers of this package.
 
-In: `Dump`, and beside it the compiler's own totals, the roles of arguments and the residuals that the trace found. Out: `MemoryReport`.
-A total that disagrees with the compiler's is an error.
+In: `Dump`, and beside it the compiler's own totals, the roles of arguments and the residuals that the trace found. Out:
+`MemoryReport`. A total that disagrees with the compiler's is an error.
 """
 
 from collections.abc import Mapping, Sequence

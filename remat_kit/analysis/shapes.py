@@ -1,7 +1,7 @@
 """Shapes as XLA writes them: `bf16[8,1024]{1,0:T(8,128)(2,1)S(1)}`, or tuples of such.
 
-In: the text of a shape. Out: its arrays with element type, dimensions and memory space. Bytes are logical: without the padding that
-tiled layouts add, which only the compiler's buffer assignment knows (see `assignment`).
+In: the text of a shape. Out: its arrays with element type, dimensions and memory space. Bytes are logical: without the padding
+that tiled layouts add, which only the compiler's buffer assignment knows (see `assignment`).
 """
 
 import math

@@ -1,8 +1,8 @@
 """Names for what loops stack and carry.
 
-In: the elements that loops carry, and the residuals that the trace found (`graph.Residual`). Out: `Stack`, a stacked buffer with the name
-of the values in it. A residual is recognized by element type, shape (whole or divided over devices) and layers; among equal ones the
-source line of the code that makes the value decides, then the order.
+In: the elements that loops carry, and the residuals that the trace found (`graph.Residual`). Out: `Stack`, a stacked buffer
+with the name of the values in it. A residual is recognized by element type, shape (whole or divided over devices) and layers;
+among equal ones the source line of the code that makes the value decides, then the order.
 """
 
 import math

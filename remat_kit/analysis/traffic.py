@@ -26,7 +26,7 @@ def traffic_bytes(instruction: Instruction, computation: Computation, module: Hl
         Bytes.
     """
     if instruction.opcode == "fusion":
-        return _fusion_bytes(instruction, computation, module)
+        return _fusion_bytes(instruction, module)
     if instruction.opcode in _SLICES:
         return 2 * shape_bytes(instruction.shape)
     if instruction.opcode == "dynamic-update-slice":
@@ -35,7 +35,7 @@ def traffic_bytes(instruction: Instruction, computation: Computation, module: Hl
     return read + shape_bytes(instruction.shape)
 
 
-def _fusion_bytes(fusion: Instruction, computation: Computation, module: HloModule) -> int:
+def _fusion_bytes(fusion: Instruction, module: HloModule) -> int:
     inner = module.computations[fusion.called[0]]
     users: dict[str, list[Instruction]] = {}
     for instruction in inner.instructions:

@@ -1,8 +1,8 @@
 """What a compiled step computes and moves, from its HLO alone.
 
-In: `HloModule`. Out: `WorkReport`: matmul FLOPs, kernels and bytes per phase times the loops' trip counts, collectives by meaning,
-custom calls, opcode counts, and the instructions that XLA's own rematerialization added. The phase of a matmul inside a fusion is its
-own, not the fusion's.
+In: `HloModule`. Out: `WorkReport`: matmul FLOPs, kernels and bytes per phase times the loops' trip counts, collectives by
+meaning, custom calls, opcode counts, and the instructions that XLA's own rematerialization added. The phase of a matmul inside
+a fusion is its own, not the fusion's.
 """
 
 from collections import Counter
@@ -21,7 +21,9 @@ _NO_KERNEL = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all partition-id replica-id domain "
     "opt-barrier optimization-barrier copy-start copy-done async-start async-update async-done".split()
 )
-_NO_CALL = frozenset(("AllocateBuffer", "AssumeGatherIndicesInBound", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"))
+_NO_CALL = frozenset(
+    ("AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
+)
 
 
 @dataclass(slots=True)

@@ -1,7 +1,8 @@
 """Makes the golden compiled steps again: `PYTHONPATH=. python tests/golden/make.py [target …]`, one process per target.
 
-A golden step is what a compile of `transformer_step` dumps (HLO, buffer assignment, live ranges), with the compiler's own totals, the
-versions, the sizes that its FLOPs follow from, and the residuals that the trace found. It is compiled for absent devices; nothing runs.
+A golden step is what a compile of `transformer_step` dumps (HLO, buffer assignment, live ranges), with the compiler's own totals,
+the versions, the sizes that its FLOPs follow from, and the residuals that the trace found. It is compiled for absent devices;
+nothing runs.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ SAVED = ("query", "key", "value", "mlp_up")
 
 
 def transformer_step(devices, *, saved):
-    """A step of a scanned transformer with named values, f32 weights, bf16 activations and AdamW; batch and weights over the devices.
+    """A step of a scanned transformer: named values, f32 weights, bf16 activations, AdamW; batch and weights over the devices.
 
     Args:
         devices: Of the target.
