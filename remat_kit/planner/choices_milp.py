@@ -7,11 +7,11 @@ name saved, name offloaded, operation run again. A needed value is kept or made 
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from remat_kit.planner.blocks import BlockGraph, Objective, op_flops, op_seconds
 from remat_kit.planner.closure import HostLink, LayerChoice, movable_names, priced_choices
+from remat_kit.planner.solver import Rows, at_most, minimise
 
 NUM_POINTS = 48
 """Budgets between least and most bytes that are solved for."""
@@ -69,31 +69,21 @@ def _solve(program: Program, limit: float | None, *, by_bytes: bool = False) -> 
     num_names, num_ops = len(program.sizes), len(program.costs)
     device = np.concatenate([program.sizes, np.zeros(num_names + num_ops)])
     cost = np.concatenate([np.zeros(2 * num_names), program.costs])
-    bounds = [LinearConstraint(program.closure, program.demand, np.inf), _at_most(_host_row(program), program.window)]
+    rows = [Rows(matrix=program.closure, lower=program.demand), at_most(_host_row(program), program.window)]
     if limit is not None:
-        bounds.append(_at_most(device, limit))
+        rows.append(at_most(device, limit))
     first, second = (device, cost) if by_bytes else (cost, device)
-    solved = _minimise(program, first, bounds)
+    solved = _minimise(program, first, rows)
     if solved is None:
         return None
     tie = second + np.concatenate([np.full(2 * num_names, 1e-5), np.zeros(num_ops)])
-    refined = _minimise(program, tie, [*bounds, _at_most(first, float(first @ solved) + 1e-9)])
+    refined = _minimise(program, tie, [*rows, at_most(first, float(first @ solved) + 1e-9)])
     return solved if refined is None else refined
 
 
-def _minimise(program: Program, goal: np.ndarray, bounds: list[LinearConstraint]) -> np.ndarray | None:
-    result = milp(
-        goal,
-        constraints=bounds,
-        bounds=Bounds(0, program.upper),
-        integrality=np.ones(len(goal)),
-        options={"mip_rel_gap": 0.0},
-    )
-    return None if result.x is None else np.round(result.x)
-
-
-def _at_most(row: np.ndarray, limit: float) -> LinearConstraint:
-    return LinearConstraint(row[None, :], -np.inf, limit)
+def _minimise(program: Program, goal: np.ndarray, rows: list[Rows]) -> np.ndarray | None:
+    solved = minimise(goal, rows, lower=0.0, upper=program.upper, is_whole=np.ones(len(goal)))
+    return None if solved is None else np.round(solved)
 
 
 def _host_row(program: Program) -> np.ndarray:

@@ -150,7 +150,7 @@ def close(block: BlockGraph, kept: np.ndarray) -> Closures:
         flops=replayed @ np.array(op_flops(block), dtype=np.int64),
         seconds=replayed @ np.array(op_seconds(block), dtype=np.float64),
         working_bytes=working,
-        is_allowed=~(replayed & fixed).any(axis=1),
+        is_allowed=np.logical_not(replayed[:, fixed].any(axis=1)),
     )
 
 

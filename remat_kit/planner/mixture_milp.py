@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from remat_kit.planner.options import Counts, StackOptions, filled, ordered
+from remat_kit.planner.solver import Rows, at_most, minimise
 
 MAX_RETRIES = 8
 
@@ -76,33 +76,32 @@ def _lexicographic(stacks: Sequence[StackOptions], columns: Columns, limit: int,
     """Least cost, then least names and (as a fraction of a name) bytes at that cost."""
     num = len(columns.cost)
     rows = _rows(stacks, columns, limit)
-    bounds = Bounds(
-        np.concatenate([np.zeros(2 * num), [floor / limit]]),
-        np.concatenate([columns.length, np.ones(num), [max(1.0, floor / limit)]]),
-    )
-    integrality = np.concatenate([np.ones(2 * num), [0]])
+    lower = np.concatenate([np.zeros(2 * num), [floor / limit]])
+    upper = np.concatenate([columns.length, np.ones(num), [max(1.0, floor / limit)]])
+    is_whole = np.concatenate([np.ones(2 * num), [0]])
     cost = np.concatenate([columns.cost / (columns.cost.max(initial=0) or 1.0), np.zeros(num + 1)])
     tie = np.concatenate([columns.size / limit / 2, columns.names, [0.0]])
-    first = milp(cost, constraints=rows, bounds=bounds, integrality=integrality, options={"mip_rel_gap": 0.0})
-    if first.x is None:
+    first = minimise(cost, rows, lower=lower, upper=upper, is_whole=is_whole)
+    if first is None:
         return None
-    best = float(cost[:num] @ np.round(first.x[:num]))
-    same_cost = LinearConstraint(cost[None, :], -np.inf, best + 1e-9 * max(1.0, abs(best)))
-    second = milp(tie, constraints=[*rows, same_cost], bounds=bounds, integrality=integrality, options={"mip_rel_gap": 0.0})
-    return first.x if second.x is None else second.x
+    best = float(cost[:num] @ np.round(first[:num]))
+    same_cost = at_most(cost, best + 1e-9 * max(1.0, abs(best)))
+    second = minimise(tie, [*rows, same_cost], lower=lower, upper=upper, is_whole=is_whole)
+    return first if second is None else second
 
 
-def _rows(stacks: Sequence[StackOptions], columns: Columns, limit: int) -> list[LinearConstraint]:
+def _rows(stacks: Sequence[StackOptions], columns: Columns, limit: int) -> list[Rows]:
     num, identity = len(columns.cost), np.eye(len(columns.cost))
     member = (columns.stack[None, :] == np.arange(len(stacks))[:, None]).astype(float)
     none, one = np.zeros_like(member), np.zeros((len(stacks), 1))
-    lengths = [stack.num_layers for stack in stacks]
+    lengths = np.array([float(stack.num_layers) for stack in stacks])
+    segments = np.array([float(stack.max_segments) for stack in stacks])
     return [
-        LinearConstraint(np.hstack([member, none, one]), lengths, lengths),
-        LinearConstraint(np.hstack([none, member, one]), 1, [stack.max_segments for stack in stacks]),
-        LinearConstraint(np.hstack([identity, -np.diag(columns.length), np.zeros((num, 1))]), -np.inf, 0),
-        LinearConstraint(np.hstack([np.zeros((num, num)), np.diag(columns.working / limit), -np.ones((num, 1))]), -np.inf, 0),
-        LinearConstraint(np.concatenate([columns.size / limit, np.zeros(num), [1.0]])[None, :], -np.inf, 1.0),
+        Rows(matrix=np.hstack([member, none, one]), lower=lengths, upper=lengths),
+        Rows(matrix=np.hstack([none, member, one]), lower=1.0, upper=segments),
+        Rows(matrix=np.hstack([identity, -np.diag(columns.length), np.zeros((num, 1))]), upper=0.0),
+        Rows(matrix=np.hstack([np.zeros((num, num)), np.diag(columns.working / limit), -np.ones((num, 1))]), upper=0.0),
+        at_most(np.concatenate([columns.size / limit, np.zeros(num), [1.0]]), 1.0),
     ]
 
 
@@ -111,5 +110,5 @@ def _counts(stacks: Sequence[StackOptions], columns: Columns, solved: np.ndarray
     counts = []
     for number, stack in enumerate(stacks):
         found = layers[columns.stack == number]
-        counts.append(ordered(stack, [(option, int(found[option])) for option in np.flatnonzero(found)]))
+        counts.append(ordered(stack, [(option, layers) for option, layers in enumerate(found.tolist()) if layers]))
     return tuple(counts)

@@ -113,7 +113,9 @@ def prior(feature: str) -> tuple[float, float]:
             return MiB, 0.3 * MiB
         case "working":
             return MiB, 0.3 * MiB
-        case "policy" | "bend":
+        case "policy":
+            return 0.0, 0.006 * MiB
+        case "bend":
             return 0.0, 0.015 * MiB
         case "width":
             return 0.0, 0.2 * MiB
@@ -138,7 +140,7 @@ def fit(observations: Iterable[Observation]) -> MemoryModel:
     scaled = design * spreads / noise[:, None]
     system, target = np.vstack([scaled, np.eye(len(names))]), np.concatenate([miss, np.zeros(len(names))])
     moved = np.linalg.lstsq(system, target, rcond=None)[0]
-    root = np.linalg.qr(system, mode="r")
+    root = np.asarray(np.linalg.qr(system, mode="r"))
     half = np.linalg.solve(root.T, np.diag(spreads))
     coefficients = dict(zip(names, (means + spreads * moved).tolist(), strict=True))
     return MemoryModel(coefficients=coefficients, covariance=half.T @ half)

@@ -135,13 +135,17 @@ def calibrate(
 
 
 def _least_certain(model: MemoryModel, stacks: Sequence[PlannedStack]) -> Layout:
-    """In each stack, the policy whose names are known worst: its measurement tells most about them."""
+    """In each stack, the policy with the largest doubt in the fewest bytes: its measurement tells names apart."""
 
     def pick(stack: PlannedStack) -> LayerChoice:
         fresh = [choice for choice in stack.choices if not model.has_seen(stack.name, choice)]
-        return max(fresh or stack.choices, key=lambda choice: model.spread(name_features(stack.name, choice)))
+        return max(fresh or stack.choices, key=lambda choice: _doubt(model, stack.name, choice))
 
     return uniform(stacks, [pick(stack) for stack in stacks])
+
+
+def _doubt(model: MemoryModel, stack: str, choice: LayerChoice) -> float:
+    return model.spread(name_features(stack, choice)) ** 2 / max(1, choice.saved_bytes)
 
 
 def _variants(

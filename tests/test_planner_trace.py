@@ -1,0 +1,137 @@
+"""Blocks of traced steps: the planner's recompute FLOPs against those that JAX really traces under the same policy."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+from remat_kit import remat
+from remat_kit.errors import StepError
+from remat_kit.planner.blocks import Objective
+from remat_kit.planner.choices import all_choices, layer_choices
+from remat_kit.planner.from_trace import Rates, block_graph, layer_loops
+from remat_kit.step import Step
+from remat_kit.trace import trace_graph, trace_step
+
+L, B, T, D, F = 6, 2, 8, 16, 32
+RATES = Rates(flops_per_s=1e12, bytes_per_s=1e12)
+
+
+def block(p, x):
+    """Attention with named parts and a gated MLP; some names are worth nothing."""
+    x = checkpoint_name(x, "block_in")
+    n = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+    q, k, v = (checkpoint_name(n @ p[name], name) for name in "qkv")
+    weights = jax.nn.softmax(q @ jnp.swapaxes(k, 1, 2), axis=-1)
+    a = checkpoint_name(weights @ v, "attn")
+    x = x + checkpoint_name(a @ p["o"], "attn_out")
+    gate, up = checkpoint_name(x @ p["gate"], "gate"), checkpoint_name(x @ p["up"], "up")
+    return x + checkpoint_name((jax.nn.silu(gate) * up) @ p["down"], "down")
+
+
+SHAPES = {"q": (D, D), "k": (D, D), "v": (D, D), "o": (D, D), "gate": (D, F), "up": (D, F), "down": (F, D)}
+
+
+def step(policy, *, body=block, shapes=SHAPES, num_layers=L, micro=1):
+    layer = remat(body, policy, prevent_cse=False)
+
+    def loss(params, x):
+        return jax.lax.scan(lambda x, p: (layer(p, x), None), x, params)[0].sum()
+
+    def whole(params, xs):
+        grads = jax.lax.scan(lambda total, x: (jax.tree.map(jnp.add, total, jax.grad(loss)(params, x)), None), params, xs)[0]
+        return grads if micro > 1 else jax.grad(loss)(params, xs[0])
+
+    params = {name: jax.ShapeDtypeStruct((num_layers, *shape), "float32") for name, shape in shapes.items()}
+    return Step(fn=whole, args=(params, jax.ShapeDtypeStruct((micro, B, T, D), "float32")))
+
+
+def test_recompute_flops_are_those_that_jax_traces_under_every_policy():
+    loop = block_graph(trace_graph(step("none")), num_layers=L, rates=RATES)
+    assert loop.calls == L
+    names = ("q", "k", "v", "attn", "attn_out", "gate", "up", "down")
+    assert set(loop.block.names) >= set(names) - {"down"}
+    costs = {frozenset(choice.saved): choice.flops for choice in all_choices(loop.block)}
+    subsets = [
+        (),
+        *((name,) for name in names[:-1]),
+        ("q", "k"),
+        ("q", "k", "v"),
+        ("gate", "up"),
+        ("attn", "gate", "up"),
+        names[:-1],
+    ]
+    for kept in subsets:
+        policy = f"save({','.join(kept)})" if kept else "full"
+        assert costs[frozenset(kept)] * L == trace_step(step(policy))[1].remat_flops, policy
+
+
+def test_kept_bytes_are_those_of_the_named_values():
+    found = block_graph(trace_graph(step("none")), num_layers=L, rates=RATES).block
+    token = 4 * B * T
+    assert [found.name_bytes(name) for name in ("q", "attn", "gate")] == [token * D, token * D, token * F]
+    assert found.input_bytes == token * D
+
+
+def test_names_that_spare_nothing_are_no_choice():
+    found = block_graph(trace_graph(step("none")), num_layers=L, rates=RATES).block
+    kept = {name for choice in layer_choices(found, objective=Objective.FLOPS) for name in choice.saved}
+    assert {"q", "k", "v", "gate", "up"} <= kept
+    assert not kept & {"block_in", "down"}
+
+
+def test_micro_batches_run_the_loop_several_times():
+    loop = block_graph(trace_graph(step("none", micro=3)), num_layers=L, rates=RATES)
+    assert loop.calls == 3 * L
+    assert max(choice.flops for choice in all_choices(loop.block)) * 3 * L == trace_step(step("full", micro=3))[1].remat_flops
+
+
+def test_an_inner_loop_is_one_operation():
+    def looped(p, x):
+        y = jax.lax.fori_loop(0, 5, lambda _, y: jnp.tanh(y @ p["q"]), x)
+        return x + checkpoint_name(y, "y") @ p["o"]
+
+    traced = trace_graph(step("none", body=looped, shapes={"q": (D, D), "o": (D, D)}))
+    loop = block_graph(traced, num_layers=L, rates=RATES)
+    assert loop.calls == L
+    assert max(choice.flops for choice in all_choices(loop.block)) == 5 * 2 * B * T * D * D
+
+
+def test_t9_decisions_are_kept_where_a_name_can_and_told_where_none_can():
+    def routed(p, x, *, name):
+        scores, chosen = jax.lax.top_k(x @ p["q"], 2)
+        chosen = checkpoint_name(chosen, "route") if name else chosen
+        return x + jnp.take_along_axis(x @ p["o"], chosen, axis=-1).sum(-1, keepdims=True) * scores.sum(-1, keepdims=True)
+
+    shapes = {"q": (D, D), "o": (D, D)}
+    for name in (True, False):
+        traced = trace_graph(step("none", body=lambda p, x: routed(p, x, name=name), shapes=shapes))  # noqa: B023 (run at once)
+        found = block_graph(traced, num_layers=L, rates=RATES).block
+        assert all(op.is_replayable for op in found.ops) == (not name)
+        assert [note.split(" at ")[0] for note in found.notes] == ([] if name else ["top_k"])
+
+
+def test_seconds_are_the_roofline():
+    found = block_graph(trace_graph(step("none")), num_layers=L, rates=Rates(flops_per_s=1e3, bytes_per_s=1e30)).block
+    full = next(choice for choice in all_choices(found) if not choice.saved)
+    assert full.seconds == pytest.approx(full.flops / 1e3)
+    slow = block_graph(trace_graph(step("none")), num_layers=L, rates=Rates(flops_per_s=1e30, bytes_per_s=1.0)).block
+    assert next(choice for choice in all_choices(slow) if not choice.saved).seconds > found.name_bytes("gate")
+
+
+def test_a_step_without_such_a_loop_is_refused():
+    traced = trace_graph(step("none"))
+    with pytest.raises(StepError, match="no loop over 7 layers keeps values for the backward pass"):
+        block_graph(traced, num_layers=7, rates=RATES)
+    assert len(layer_loops(traced, rates=RATES)) == 1
+
+
+def test_every_pair_of_names_costs_what_it_should():
+    """Recomputation never grows when more is kept."""
+    found = block_graph(trace_graph(step("none")), num_layers=L, rates=RATES).block
+    costs = {frozenset(choice.saved): choice.flops for choice in all_choices(found)}
+    for kept, more in itertools.product(list(costs)[:40], list(costs)[:40]):
+        if kept < more:
+            assert costs[more] <= costs[kept]
