@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 import click
 from rich.console import Console
@@ -24,6 +25,7 @@ from remat_kit.report.targets import write_targets
 from remat_kit.targets import availability, load_rows
 from remat_kit.verbs.compare import compare as compare_verb
 
+PLAIN_WIDTH = 140
 EXIT_FAILED_ROW = 1
 EXIT_BAD_INPUT = 2
 
@@ -47,7 +49,7 @@ def main() -> None:
 @click.option("--target", "targets", multiple=True, required=True, metavar="TARGET", help="h100, h100:8, v5e:2x2, cpu …")
 @click.option("--budget", metavar="BYTES|PERCENT", help="Memory per device: 16GiB or 90%. Default: the target's own.")
 @click.option(
-    "--memory-fraction", metavar="PART", default=DEFAULT_MEMORY_FRACTION, show_default=True, help="Of a GPU, by default."
+    "--memory-fraction", metavar="PART", default=str(DEFAULT_MEMORY_FRACTION), show_default=True, help="Of a GPU's memory."
 )
 @click.option("--set", "settings", multiple=True, metavar="OPTION=VALUE", help="Option of the step factory.")
 @click.option("--xla", "xla", multiple=True, metavar="NAME=VALUE", help="Compiler option of the real run.")
@@ -62,7 +64,7 @@ def compare(
     policies: tuple[str, ...],
     targets: tuple[str, ...],
     budget: str | None,
-    memory_fraction: float,
+    memory_fraction: str,
     settings: tuple[str, ...],
     xla: tuple[str, ...],
     form: str,
@@ -103,13 +105,13 @@ def targets(targets_file: str | None, traceback: bool) -> None:
     """List the targets and whether they can be compiled for here."""
     with _errors_as_messages(show_traceback=traceback):
         rows = load_rows(targets_file)
-        write_targets([(row, availability(row.platform)) for row in rows.values()], Console())
+        write_targets([(row, availability(row.platform)) for row in rows.values()], _console(sys.stdout))
 
 
 @main.command()
 def policies() -> None:
     """List the words of the policy grammar and the presets with their sources."""
-    write_policies(Console())
+    write_policies(_console(sys.stdout))
 
 
 @contextlib.contextmanager
@@ -151,10 +153,15 @@ def _pairs(option: str, texts: tuple[str, ...]) -> dict[str, str]:
     return pairs
 
 
+def _console(stream: IO[str]) -> Console:
+    """As wide as the terminal; a file or a pipe has room for every column."""
+    return Console(file=stream) if stream.isatty() else Console(file=stream, width=PLAIN_WIDTH)
+
+
 def _write(comparison: Comparison, form: str, out: Path | None) -> None:
     if form == "table":
         with contextlib.nullcontext(sys.stdout) if out is None else out.open("w", encoding="utf-8") as stream:
-            write_table(comparison, Console(file=stream, width=None if out is None else 140))
+            write_table(comparison, _console(stream))
         return
     text = comparison_json(comparison) if form == "json" else comparison_markdown(comparison)
     if out is None:

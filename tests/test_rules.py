@@ -1,4 +1,4 @@
-"""What each rule keeps, counted in matmuls and in residuals; and, with jax_remat3, kept just so or refused, never less in silence."""
+"""What each rule keeps, counted in matmuls; and with jax_remat3 the same, or a refusal: never less in silence."""
 
 import contextlib
 

@@ -163,7 +163,8 @@ def remat_function(fn: Target, wrapping: Wrapping) -> Target:
             if framework.holds_state((args, kwargs)):
                 return framework.call_with_modules(fn, args, kwargs, wrapping=wrapping, static=static)
         constants, leaves = split_arguments(args, kwargs, static=static, is_node=lambda _: False)
-        find_weights = functools.partial(_flags_of_positions, constants, wrapping.params_argnums) if wrapping.params_argnums else None
+        positions = wrapping.params_argnums
+        find_weights = functools.partial(_flags_of_positions, constants, positions) if positions else None
         if constants.are_plain:
             return checkpointed(call, wrapping, num_constants=1, find_weights=find_weights)(constants, leaves)
         return checkpointed(functools.partial(call, constants), wrapping, find_weights=find_weights)(leaves)

@@ -14,8 +14,8 @@ import jax
 from flax import nnx
 
 from remat_kit.apply.arguments import StaticArguments, join_arguments, split_arguments
-from remat_kit.apply.function import MARK, Wrapping, subclass
 from remat_kit.apply.checkpoint import lower_unseen
+from remat_kit.apply.function import MARK, Wrapping, subclass
 
 
 def wrap_module(target: Any, wrapping: Wrapping) -> Any | None:

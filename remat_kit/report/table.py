@@ -16,9 +16,7 @@ def write_table(comparison: Comparison, console: Console) -> None:
     options = " ".join(f"{name}={value}" for name, value in comparison.options)
     table = Table(title=f"{comparison.step} {options}".strip(), box=SIMPLE_HEAD, title_justify="left", title_style="bold")
     for column in COLUMNS:
-        table.add_column(
-            column, justify="left" if column in ("policy", "target", "fits?") else "right", no_wrap=column != "policy"
-        )
+        table.add_column(column, justify="left" if column in ("policy", "target", "fits?") else "right", overflow="fold")
     for number, row in enumerate(comparison.rows):
         last_of_target = number + 1 == len(comparison.rows) or comparison.rows[number + 1].target != row.target
         table.add_row(*(Text(cell) for cell in cells(row)), style=_style(row), end_section=last_of_target)

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from remat_kit.budget import DEFAULT_MEMORY_FRACTION, budget_bytes, parse_budget
+from remat_kit.budget import DEFAULT_MEMORY_FRACTION, budget_bytes, parse_budget, parse_fraction
 from remat_kit.compile.cache import default_folder
 from remat_kit.compile.environment import compiler_flags
 from remat_kit.compile.pool import Worker
@@ -34,7 +34,7 @@ def compare(
     targets: Sequence[str],
     options: Mapping[str, object] | None = None,
     budget: str | int | None = None,
-    memory_fraction: float = DEFAULT_MEMORY_FRACTION,
+    memory_fraction: str | float = DEFAULT_MEMORY_FRACTION,
     xla: Mapping[str, str] | None = None,
     targets_file: str | os.PathLike[str] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -67,8 +67,8 @@ def compare(
     plans = _distinct("policy", [str(policy) for policy in policies], PolicyError)
     for text in plans:
         parse_plan(text)
-    parsed_budget = parse_budget(budget)
-    budgets = [budget_bytes(parsed_budget, target, memory_fraction=memory_fraction) for target in parsed]
+    parsed_budget, fraction = parse_budget(budget), parse_fraction(memory_fraction)
+    budgets = [budget_bytes(parsed_budget, target, memory_fraction=fraction) for target in parsed]
     template = Question(
         factory=spell_factory(step),
         options=tuple((name, _option_text(value)) for name, value in (options or {}).items()),
@@ -95,7 +95,7 @@ def compare(
         options=template.options,
         flags=_flags(template.xla, parsed),
         rows=tuple(rows),
-        notes=_notes(parsed, budget, memory_fraction),
+        notes=_notes(parsed, budget, fraction),
     )
 
 
