@@ -158,6 +158,7 @@ def test_a_refused_program_s_bytes_are_the_compiler_s():
     assert refused.device.argument_bytes == 5 * 65536 * 8 * WIDTH * 4
     assert refused.device.total_bytes == pytest.approx(refused_amount_bytes(refused.refused), abs=0.006 * 2**30)
     assert refused.host == MemoryBytes(argument_bytes=0, output_bytes=0, alias_bytes=0, temp_bytes=0)
+    assert refused.notes == ("the compiler refuses this program for its size; bytes are from its buffer assignment",)
 
 
 def test_a_refused_program_s_bytes_are_those_of_a_larger_tpu():

@@ -29,6 +29,7 @@ from remat_kit.targets import OptionValue, Target
 from remat_kit.units import parse_bytes
 
 NO_HOST_NOTE = "host memory is not modelled on CPU"
+REFUSED_NOTE = "the compiler refuses this program for its size; bytes are from its buffer assignment"
 FROM_MESSAGE_NOTE = "bytes are from the compiler's message, rounded: it left no dump"
 NO_DUMP_NOTE = "libtpu left no dump: temporaries are from memory_analysis(), which counts fragmentation twice"
 
@@ -137,7 +138,7 @@ def _memory(
     if assignment is not None:
         with assignment.open() as lines:
             totals = read_totals(lines)
-        return totals.device, totals.host, ()
+        return totals.device, totals.host, () if refused is None else (REFUSED_NOTE,)
     if compiled is None:
         assert refused is not None
         return _from_message(lowered, refused, target=target), None, (FROM_MESSAGE_NOTE,)
