@@ -63,14 +63,37 @@ def _label_of_element(evidence: Evidence, element: Element, point: StepPhase) ->
         return _label_of_start(evidence, element, point)
     backward = phase_of(loop.op_name) is StepPhase.BACKWARD
     weights = weights_of_shape(evidence.arguments, array[0].dims)
+    if not backward:  # a forward loop with its own backward pass (a chunked loss) adds up gradients of whole parameters only
+        weights = tuple(each for each in weights if array[0].dims in (each.local.dims, each.global_dims))
+    if element.use is ElementUse.STACK and (copied := _stacked_weight(evidence, element)):
+        return copied
     source = source_of(evidence.flow.module, loop.frame)
-    if backward and weights:
+    if weights and not _is_activation(array[0], evidence):
         name = name_of_gradient(evidence.flow, weights, loop.name, element.index)
         return Label(kind=PeakKind.GRADIENTS, name=name, op_name=loop.op_name, source=source, certainty=9)
     if element.use is ElementUse.STACK:
         return _label_of_stack(evidence.stacks[loop.name, element.index], backward=backward)
     name = "activation gradient between layers" if backward else "activation between layers"
     return Label(kind=PeakKind.CARRIES, name=name, op_name=loop.op_name, source=source, certainty=6)
+
+
+def _stacked_weight(evidence: Evidence, element: Element) -> Label | None:
+    """A stack of what was only sliced or cast of the parameters: a copy of them, made layer by layer."""
+    if element.update is None:
+        return None
+    origin = origin_of(evidence.flow, element.update[1]) or Origin()
+    argument = next((each for each in evidence.arguments if each.number == origin.argument), None)
+    if argument is None or argument.kind is not PeakKind.PARAMETERS:
+        return None
+    stack = evidence.stacks[element.loop.name, element.index]
+    return Label(
+        kind=PeakKind.WEIGHT_COPIES,
+        name=argument.path,
+        layers=stack.layers,
+        op_name=stack.op_name,
+        source=stack.source,
+        certainty=10,
+    )
 
 
 def _label_of_start(evidence: Evidence, element: Element, point: StepPhase) -> Label | None:

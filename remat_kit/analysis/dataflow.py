@@ -176,6 +176,9 @@ def _origin_of_parameter(flow: Dataflow, parameter: Instruction, index: int | No
     computation = flow.where[parameter.name]
     if computation == flow.module.entry:
         return Origin(argument=int(parameter.literal))
+    if computation in flow.callers:
+        fusion = instruction_of(flow, flow.callers[computation])
+        return origin_of(flow, fusion.operands[int(parameter.literal)], index, depth + 1) if fusion else None
     loop = instruction_of(flow, flow.loops.get(computation, ""))
     if loop is None or index is None or element_of_loop(flow, loop, index).use is not ElementUse.INVARIANT:
         return None

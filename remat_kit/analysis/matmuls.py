@@ -56,10 +56,11 @@ def library_call(instruction: Instruction) -> str:
 
 def is_known_matmul(target: str) -> bool:
     """Whether a custom call's FLOPs follow from its text."""
-    return target.startswith(_GEMMS) or target.startswith("__cudnn$conv")
+    return target.startswith((*_GEMMS, "__cudnn$conv", _ATTENTION))
 
 
 _GEMMS = ("__cublas$", "__onednn$matmul", "__triton_gemm")
+_ATTENTION = "__cudnn$fmha"
 
 
 def _operand_shape(instruction: Instruction, computation: Computation, number: int) -> ArrayShape:
@@ -80,12 +81,36 @@ def _custom_call(instruction: Instruction, computation: Computation) -> int:
     target = library_call(instruction)
     if target.startswith("__cudnn$conv"):
         return _convolution(instruction, computation)
+    if target.startswith(_ATTENTION):
+        return _attention(instruction, computation)
     if not target.startswith(_GEMMS):
         return 0
     lhs = _operand_shape(instruction, computation, 0)
     match = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.attributes)
     contracted = _numbers(match[1]) if match else (len(lhs.dims) - 1,)
     return 2 * arrays_of(instruction.shape)[0].num_elements * math.prod(lhs.dims[dim] for dim in contracted)
+
+
+def _attention(instruction: Instruction, computation: Computation) -> int:
+    """cuDNN's attention: two matmuls forward, five backward, over the pairs of query and key that its mask leaves."""
+    match = re.search(r'"intermediate_tensor_shape": ?\{[^\[]*"dimensions": ?\[([^\]]*)\]', instruction.attributes)
+    if match is None:
+        return 0
+    batch, heads, num_queries, num_keys = _numbers(match[1])
+    query, value = (_operand_shape(instruction, computation, number).dims[-1] for number in (0, 2))
+    window = re.search(r'"sliding_window_length": ?"?(\d+)', instruction.attributes)
+    is_causal = re.search(r'"mask_type": ?"[A-Z_]*CAUSAL', instruction.attributes) is not None
+    pairs = _pairs(num_queries, num_keys, is_causal=is_causal, window=int(window[1]) if window else 0)
+    over_query, over_value = (3, 2) if "Backward" in library_call(instruction) else (1, 1)
+    return 2 * batch * heads * pairs * (over_query * query + over_value * value)
+
+
+def _pairs(num_queries: int, num_keys: int, *, is_causal: bool, window: int) -> int:
+    """Pairs of query and key; a causal mask is counted as half of the square."""
+    if 0 < window < num_keys:
+        short = min(window, num_queries)
+        return short * (short + 1) // 2 + (num_queries - short) * window
+    return num_queries * num_keys // (2 if is_causal else 1)
 
 
 def _convolution(instruction: Instruction, computation: Computation) -> int:
