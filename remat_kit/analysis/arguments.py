@@ -80,7 +80,7 @@ def _argument(instruction: Instruction, roles: Mapping[str, str], donated: froze
 
 
 def kind_of_path(path: str, *, is_donated: bool) -> PeakKind:
-    """Guesses an argument's role from the words of its path; where they say nothing, what is donated is parameters.
+    """Guesses an argument's role from the first telling word of its path; without one, what is donated is parameters.
 
     Args:
         path: As the program spells it.
@@ -96,9 +96,10 @@ def kind_of_path(path: str, *, is_donated: bool) -> PeakKind:
         'batch'
     """
     words = re.findall(r"[A-Za-z_]\w*", path.lower())
-    for allowed, kind in _KIND_OF_WORDS:
-        if any(word in allowed for word in words):
-            return kind
+    for word in words:
+        for allowed, kind in _KIND_OF_WORDS:
+            if word in allowed:
+                return kind
     return PeakKind.PARAMETERS if is_donated else PeakKind.BATCH
 
 

@@ -102,7 +102,7 @@ def _describe(found: _Found, flow: Dataflow, arguments: tuple[Argument, ...]) ->
     group_size = _group_size(found.inner, flow.module.num_partitions)
     left = arguments
     for operand, result in _operands(found, computation):
-        meaning, parameter = _meaning(found, operand, result, phase, flow, left)
+        meaning, parameter = _meaning(found, operand, result, phase, flow, arguments, left)
         # One collective carries each weight once: weights of equal shape are taken in order.
         left = tuple(argument for argument in left if argument.path != parameter)
         payload = arrays_of(computation.by_name[operand].shape)[0] if found.opcode == "reduce-scatter" else result
@@ -136,20 +136,27 @@ def _operands(found: _Found, computation: Computation) -> Iterator[tuple[str, Ar
 
 
 def _meaning(
-    found: _Found, operand: str, result: ArrayShape, phase: StepPhase, flow: Dataflow, arguments: tuple[Argument, ...]
+    found: _Found,
+    operand: str,
+    result: ArrayShape,
+    phase: StepPhase,
+    flow: Dataflow,
+    arguments: tuple[Argument, ...],
+    left: tuple[Argument, ...],
 ) -> tuple[CollectiveMeaning, str]:
+    """Meaning and parameter of one operand; `left` are the arguments that no operand of this collective has matched by shape."""
     by_number = {argument.number: argument for argument in arguments}
     if found.opcode in ("all-gather", "all-reduce"):
         source = by_number.get(_argument_behind(found, operand, flow))  # type: ignore[arg-type]
         if source and source.kind is PeakKind.PARAMETERS and (found.opcode == "all-gather" or _is_padded(operand, flow)):
             return CollectiveMeaning.WEIGHT_GATHER, source.path
-    match = next(iter(weights_of_shape(arguments, result.dims)), None)
+    match = next(iter(weights_of_shape(left, result.dims)), None)
     if found.opcode == "all-gather" and match and _is_unsharded(match, result.dims):
         return CollectiveMeaning.WEIGHT_GATHER, match.path
     if found.opcode == "all-reduce" and match and _is_padded(operand, flow) and _is_unsharded(match, result.dims):
         return CollectiveMeaning.WEIGHT_GATHER, match.path
     if found.opcode in ("all-reduce", "reduce-scatter") and phase in (StepPhase.BACKWARD, StepPhase.UPDATE):
-        match = match or next(iter(weights_of_shape(arguments, _dims_of(operand, flow))), None)
+        match = match or next(iter(weights_of_shape(left, _dims_of(operand, flow))), None)
         if match:
             return CollectiveMeaning.GRADIENT_REDUCTION, match.path
     return CollectiveMeaning.OTHER, ""
