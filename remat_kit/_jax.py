@@ -126,27 +126,46 @@ def _cudnn_params(scale: float) -> dict[str, Any]:
     return params
 
 
-def splash_attention_backward(
-    kernel: Any, residuals: tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], gradient: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of a splash kernel with respect to query, key and value, for one sequence.
+def splash_attention_forward(kernel: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A splash kernel for training, on one sequence: (heads, tokens, width).
 
-    Splash has a derivative rule of its own, but one that hides its residuals inside `shard_map`, where the context is then saved
-    once more than needed.
+    Calling the kernel itself goes through its own derivative rule, into which policies do not look.
 
     Args:
         kernel: What `make_splash_mha` made.
-        residuals: Query, key, value, context, all (heads, tokens, width), and log-sum-exp, (heads, tokens).
+        query: Scaled queries.
+        key: Keys.
+        value: Values.
+
+    Returns:
+        The context and its log-sum-exp, (heads, tokens).
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash  # slow to import
+
+    params = {**_splash_params(kernel, splash._splash_attention_forward), "save_residuals": True}
+    out, (logsumexp,) = splash._splash_attention_forward(kernel.fwd_mask_info, query, key, value, None, None, **params)
+    return out, logsumexp
+
+
+def splash_attention_backward(
+    kernel: Any, residuals: tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of `splash_attention_forward` with respect to query, key and value.
+
+    Args:
+        kernel: What `make_splash_mha` made.
+        residuals: Query, key, value, context and log-sum-exp.
         gradient: With respect to the context.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash  # slow to import
 
     query, key, value, out, logsumexp = residuals
-    params = {
-        name: kernel.kwargs[name] for name in inspect.signature(splash._splash_attention_bwd).parameters if name in kernel.kwargs
-    }
     saved = (query, key, value, None, None, out, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info)
-    return splash._splash_attention_bwd(**params, res=saved, do=gradient)[3:6]
+    return splash._splash_attention_bwd(**_splash_params(kernel, splash._splash_attention_bwd), res=saved, do=gradient)[3:6]
+
+
+def _splash_params(kernel: Any, function: Any) -> dict[str, Any]:
+    return {name: kernel.kwargs[name] for name in inspect.signature(function).parameters if name in kernel.kwargs}
 
 
 def backends_are_initialized() -> bool:

@@ -5,7 +5,7 @@ output *and* the softmax statistics) must carry the name inside the forward rule
 saves the output and re-runs the kernel. Plain XLA attention has no statistics: its context is named, and the backward pass forms
 the probabilities again.
 
-Legend: B batch, T query tokens, S key tokens, H query heads, G key/value heads (H = G x R), R query heads per key/value head, K width of a head.
+Legend: B batch, T query tokens, S key tokens, H = G x R query heads, G key/value heads, K width of a head.
 """
 
 import functools
@@ -100,20 +100,24 @@ _fused_attention.defvjp(_fused_forward, _fused_backward)
 def _on_each_device(
     run: Callable[..., tuple[jax.Array, ...]], partition: Partition | None, operands: tuple[jax.Array, ...], *, ranks: tuple[int, ...]
 ) -> tuple[jax.Array, ...]:
-    """Runs a kernel on each device's part: the compiler can't split it. Rank 4 is (B, T, H, K), rank 3 statistics (B, H, T)."""
+    """Runs a kernel on each device's part: the compiler can't split it. Rank 4 is (B, T, H, K), rank 3 statistics (B, H, T).
+
+    Under jit, as JAX 0.10 never drops a bare Pallas call, used or not: a kernel whose results are saved would be run again.
+    """
     if partition is None:
-        return run(*operands)
+        return jax.jit(run)(*operands)
     specs = {
         4: PartitionSpec(partition.batch, None, partition.heads, None),
         3: PartitionSpec(partition.batch, partition.heads, None),
     }
-    return jax.shard_map(
+    mapped = jax.shard_map(
         run,
         mesh=partition.mesh,
         in_specs=tuple(specs[operand.ndim] for operand in operands),
         out_specs=tuple(specs[rank] for rank in ranks),
         check_vma=False,  # Pallas calls do not say over which axes their results vary
-    )(*operands)
+    )
+    return jax.jit(mapped)(*operands)
 
 
 def _cudnn_forward(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -125,9 +129,9 @@ def _cudnn_backward(q_BTHK: jax.Array, *others: jax.Array) -> tuple[jax.Array, j
 
 
 def _splash_forward(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> tuple[jax.Array, jax.Array]:
-    kernel = _splash_kernel(q_BTHK, save_residuals=True)
+    forward = functools.partial(_jax.splash_attention_forward, _splash_kernel(q_BTHK))
     scaled_BTHK = q_BTHK * q_BTHK.shape[-1] ** -0.5
-    out_BHTK, (logsumexp_BHT,) = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (scaled_BTHK, k_BSGK, v_BSGK)))
+    out_BHTK, logsumexp_BHT = jax.vmap(forward)(*(x.swapaxes(1, 2) for x in (scaled_BTHK, k_BSGK, v_BSGK)))
     return out_BHTK.swapaxes(1, 2), logsumexp_BHT
 
 
@@ -135,7 +139,7 @@ def _splash_backward(
     q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, out_BTHK: jax.Array, logsumexp_BHT: jax.Array, d_out_BTHK: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     scale = q_BTHK.shape[-1] ** -0.5
-    backward = functools.partial(_jax.splash_attention_backward, _splash_kernel(q_BTHK, save_residuals=False))
+    backward = functools.partial(_jax.splash_attention_backward, _splash_kernel(q_BTHK))
     q, k, v, out, d_out = (x.swapaxes(1, 2) for x in (q_BTHK * scale, k_BSGK, v_BSGK, out_BTHK, d_out_BTHK))
     d_q, d_k, d_v = (x.swapaxes(1, 2) for x in jax.vmap(backward)((q, k, v, out, logsumexp_BHT), d_out))
     return (d_q * scale).astype(q_BTHK.dtype), d_k.astype(k_BSGK.dtype), d_v.astype(v_BSGK.dtype)
@@ -144,7 +148,7 @@ def _splash_backward(
 SPLASH_BLOCKS = (512, 256, 128)
 
 
-def _splash_kernel(q_BTHK: jax.Array, *, save_residuals: bool) -> Callable[..., Any]:
+def _splash_kernel(q_BTHK: jax.Array) -> Callable[..., Any]:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # slow to import
 
     num_tokens, num_heads = q_BTHK.shape[1:3]
@@ -152,7 +156,7 @@ def _splash_kernel(q_BTHK: jax.Array, *, save_residuals: bool) -> Callable[..., 
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     blocks = splash.BlockSizes(**{f"block_{name}": size for name in names})
     mask = splash.MultiHeadMask([splash.CausalMask((num_tokens, num_tokens))] * num_heads)
-    return splash.make_splash_mha(mask, block_sizes=blocks, head_shards=1, q_seq_shards=1, save_residuals=save_residuals)
+    return splash.make_splash_mha(mask, block_sizes=blocks, head_shards=1, q_seq_shards=1)
 
 
 def xla_attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> jax.Array:
