@@ -298,3 +298,15 @@ def test_a_large_block_is_solved():
     assert choices[0].saved == ()
     assert choices[-1].flops == 0
     assert [c.flops for c in choices] == sorted((c.flops for c in choices), reverse=True)
+
+
+def test_kernels_that_nobody_named_are_kept_by_their_rule():
+    values = (BlockValue(num_bytes=8, name="q", is_read=True), BlockValue(num_bytes=8, name="kernels", is_read=True))
+    ops = (
+        BlockOp(kind="dot", inputs=(), outputs=(0,), flops=10, seconds=1.0),
+        BlockOp(kind="attention", inputs=(0,), outputs=(1,), flops=100, seconds=10.0),
+    )
+    block = BlockGraph(values=values, ops=ops, rule_names=("kernels",))
+    host = HostLink(window_bytes=100, min_bytes=1)
+    texts = {str(choice.policy) for choice in all_choices(block, host=host)}
+    assert texts == {"full", "kernels", "save(q)", "offload(q)", "kernels+save(q)", "kernels+offload(q)"}

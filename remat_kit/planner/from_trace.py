@@ -2,8 +2,8 @@
 
 In: a `StepGraph` and the target's rates. Out: a `LayerLoop` for each loop whose forward pass stacks values for its backward pass.
 What is stacked is what the backward pass reads; the operations of the loop's body are what recomputation would run. Matmuls and
-kernels are priced by the roofline; other operations fuse and cost the writing of their result; what only renames or lays out is
-free. A kernel without a known price stays without one, and counts as expensive.
+kernels are priced by the roofline. Other operations fuse: they cost the writing of a result only where a matmul, a kernel or the
+backward pass reads it; what only renames or lays out is free. A kernel of unknown price keeps none, and counts as expensive.
 """
 
 from collections.abc import Iterable, Sequence
@@ -74,6 +74,12 @@ class Body:
     kept: tuple[int, ...]
     calls: int
     source: str
+
+    @property
+    def written(self) -> frozenset[int]:
+        """Values that no fusion can leave out: matmuls, kernels and the backward pass read them."""
+        heavy = (op for group in self.ops for op in group if op.flops != 0 or _is_kernel(op))
+        return frozenset((*self.kept, *(value for op in heavy for value in op.inputs)))
 
 
 def block_graph(graph: StepGraph, *, num_layers: int, rates: Rates) -> LayerLoop:
@@ -187,7 +193,8 @@ def _loop(graph: StepGraph, body: Body, rates: Rates) -> LayerLoop:
     values = tuple(
         BlockValue(num_bytes=_device_bytes(graph, value), name=names.get(value), is_read=value in body.kept) for value in listed
     )
-    ops = tuple(_block_op(graph, group, number, body, rates) for group in body.ops)
+    written = body.written
+    ops = tuple(_block_op(graph, group, number, body=body, written=written, rates=rates) for group in body.ops)
     carried = {value for op in graph.ops if op.kind == Crossing.LOOP_CARRY and op.calls == body.calls for value in op.outputs}
     block = BlockGraph(
         values=values,
@@ -213,9 +220,11 @@ def _is_kernel(op: TracedOp) -> bool:
     return op.name is not None and op.kind != "name"
 
 
-def _block_op(graph: StepGraph, group: Sequence[TracedOp], number: dict[int, int], body: Body, rates: Rates) -> BlockOp:
+def _block_op(
+    graph: StepGraph, group: Sequence[TracedOp], number: dict[int, int], *, body: Body, written: frozenset[int], rates: Rates
+) -> BlockOp:
     made = dict.fromkeys(value for op in group for value in op.outputs)
-    prices = [_price(graph, op, body.calls, rates) for op in group]
+    prices = [_price(graph, op, calls=body.calls, written=written, rates=rates) for op in group]
     is_known = all(flops is not None for flops, _ in prices)
     return BlockOp(
         kind=group[0].kind if len(group) == 1 else "inner loop",
@@ -227,7 +236,7 @@ def _block_op(graph: StepGraph, group: Sequence[TracedOp], number: dict[int, int
     )
 
 
-def _price(graph: StepGraph, op: TracedOp, calls: int, rates: Rates) -> tuple[int | None, float]:
+def _price(graph: StepGraph, op: TracedOp, *, calls: int, written: frozenset[int], rates: Rates) -> tuple[int | None, float]:
     """FLOPs and seconds per layer and device; None = unknown."""
     times = op.calls // calls
     if op.flops is None:
@@ -238,10 +247,10 @@ def _price(graph: StepGraph, op: TracedOp, calls: int, rates: Rates) -> tuple[in
         return flops, max(flops / rates.flops_per_s, moved / rates.bytes_per_s)
     if op.kind in _FREE or op.kind in tuple(Crossing):
         return 0, 0.0
-    written = sum(_device_bytes(graph, value) for value in op.outputs) * times
     if op.kind in COLLECTIVES:
-        return 0, written / (rates.link_bytes_per_s or rates.bytes_per_s / 10)
-    return 0, written / rates.bytes_per_s
+        moved = sum(_device_bytes(graph, value) for value in op.outputs) * times
+        return 0, moved / (rates.link_bytes_per_s or rates.bytes_per_s / 10)
+    return 0, sum(_device_bytes(graph, value) for value in written.intersection(op.outputs)) * times / rates.bytes_per_s
 
 
 def _is_fixed(op: TracedOp, body: Body, rates: Rates) -> bool:
