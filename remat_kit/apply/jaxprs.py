@@ -5,7 +5,7 @@ their source lines, contexts and name stacks. The layers of a mixed stack are cu
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr, DropVar, JaxprEqn, Literal, Var, jaxpr_as_fun
@@ -13,6 +13,7 @@ from jax.interpreters import partial_eval
 
 Arrays: TypeAlias = list[jax.Array]
 FlatFunction: TypeAlias = Callable[..., Arrays]
+Result = TypeVar("Result")
 
 _CHECKPOINT = ("checkpoint", "remat2", "remat")
 
@@ -30,6 +31,17 @@ def restrict(closed: ClosedJaxpr, keep: Sequence[bool]) -> FlatFunction:
     jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, list(keep))
     run = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
     return lambda *args: list(run(*(arg for arg, is_used in zip(args, used, strict=True) if is_used)))
+
+
+def prune(fn: Callable[..., Result]) -> Callable[..., Result]:
+    """The same function of pytrees, traced before it runs so that nothing is left in it that no result needs."""
+
+    def run(*args: Any) -> Result:
+        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+        results = restrict(closed, [True] * len(closed.jaxpr.outvars))(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return run
 
 
 def inline_checkpoints(closed: ClosedJaxpr) -> FlatFunction:

@@ -9,11 +9,12 @@ what is the same for all layers. A value that is a residual twice is stored once
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
-from remat_kit.apply.function import remat
+from remat_kit.apply.checkpoint import FindWeights, checkpoint
 from remat_kit.apply.jaxprs import (
     Arrays,
     FlatFunction,
@@ -24,7 +25,7 @@ from remat_kit.apply.jaxprs import (
     sub_equations,
     variables,
 )
-from remat_kit.policy import NONE, Remat
+from remat_kit.policy import Remat
 
 RECOMPUTE_SCOPE = "remat_kit.recompute"
 BACKWARD_SCOPE = "remat_kit.backward"
@@ -32,8 +33,8 @@ BACKWARD_SCOPE = "remat_kit.backward"
 # Work that is small against any use of a weight: no reduction, no matrix multiplication, no random bits. `name` and `device_put`
 # are left out on purpose: a policy asks for those values to be kept.
 _CHEAP = frozenset(
-    "convert_element_type reshape transpose broadcast_in_dim squeeze expand_dims slice dynamic_slice rev copy pad concatenate iota "
-    "reduce_precision sharding_constraint reshard stop_gradient select_n clamp add add_any sub mul div neg max min abs sign "
+    "convert_element_type reshape transpose broadcast_in_dim squeeze expand_dims slice dynamic_slice rev copy pad concatenate "
+    "iota reduce_precision sharding_constraint reshard stop_gradient select_n clamp add add_any sub mul div neg max min abs sign "
     "integer_pow square sqrt rsqrt exp exp2 log tanh logistic not and or xor eq ne lt le gt ge is_finite".split()
 )
 
@@ -44,6 +45,7 @@ class Layer:
 
     Attributes:
         run: `(own, shared, index, carry) -> (carry, outputs)`.
+        find_weights: Says which leaves of `own, shared, index, carry` are parameters.
         own_wanted: For each array of `own` (the layer's parameters and per-layer inputs), whether its gradient is wanted.
         shared_wanted: The same for `shared`, the inputs that all layers get.
         carry_wanted: The same for the carry.
@@ -51,6 +53,7 @@ class Layer:
     """
 
     run: Callable[[Arrays, Arrays, jax.Array, Arrays], tuple[Arrays, Arrays]]
+    find_weights: FindWeights
     own_wanted: tuple[bool, ...]
     shared_wanted: tuple[bool, ...]
     carry_wanted: tuple[bool, ...]
@@ -74,7 +77,7 @@ class Layout:
     derived: FlatFunction
 
 
-def save_layer(layer: Layer, rules: Remat | None, *inputs: object) -> tuple[Arrays, Arrays, Arrays, Layout]:
+def save_layer(layer: Layer, rules: Remat | None, *inputs: Any) -> tuple[Arrays, Arrays, Arrays, Layout]:
     """Runs a layer forward.
 
     Args:
@@ -85,11 +88,13 @@ def save_layer(layer: Layer, rules: Remat | None, *inputs: object) -> tuple[Arra
     Returns:
         The carry, the outputs, what to store for this layer, and the layout.
     """
-    run = remat(layer.run, NONE if rules is None else rules, prevent_cse=False)
+    run = layer.run if rules is None else checkpoint(layer.run, rules, prevent_cse=False, find_weights=layer.find_weights)
     treedefs: list[jax.tree_util.PyTreeDef] = []
 
     def forward(own: Arrays, shared: Arrays, index: jax.Array, carry: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-        def differentiable(own_d: Arrays, shared_d: Arrays, carry_d: Arrays) -> tuple[tuple[Arrays, Arrays], tuple[Arrays, Arrays]]:
+        def differentiable(
+            own_d: Arrays, shared_d: Arrays, carry_d: Arrays
+        ) -> tuple[tuple[Arrays, Arrays], tuple[Arrays, Arrays]]:
             full_own, full_shared = merge(layer.own_wanted, own_d, own), merge(layer.shared_wanted, shared_d, shared)
             carry_out, outputs = run(full_own, full_shared, index, merge(layer.carry_wanted, carry_d, carry))
             wanted = pick(layer.carry_wanted, carry_out), pick(layer.outputs_wanted, outputs)
@@ -101,10 +106,10 @@ def save_layer(layer: Layer, rules: Remat | None, *inputs: object) -> tuple[Arra
         treedefs.append(treedef)
         return carry_out, outputs, residuals
 
-    own, shared, _, carry = inputs
+    num_own, num_shared = (len(arrays) for arrays in inputs[:2])
     closed = jax.make_jaxpr(forward)(*inputs)
     num_carry, num_outputs = len(layer.carry_wanted), len(layer.outputs_wanted)
-    layout, stored = _lay_out(closed, treedefs[-1], (len(own), len(shared)), num_carry + num_outputs)
+    layout, stored = _lay_out(closed, treedefs[-1], num_own=num_own, num_shared=num_shared, num_results=num_carry + num_outputs)
     is_kept = [True] * (num_carry + num_outputs) + stored
     results = restrict(closed, is_kept)(*jax.tree.leaves(inputs))
     return results[:num_carry], results[num_carry : num_carry + num_outputs], results[num_carry + num_outputs :], layout
@@ -154,37 +159,34 @@ def merge(wanted: Sequence[bool], chosen: Sequence[jax.Array], arrays: Sequence[
 
 
 def _lay_out(
-    closed: ClosedJaxpr, treedef: jax.tree_util.PyTreeDef, num_inputs: tuple[int, int], num_results: int
+    closed: ClosedJaxpr, treedef: jax.tree_util.PyTreeDef, *, num_own: int, num_shared: int, num_results: int
 ) -> tuple[Layout, list[bool]]:
-    num_own, num_shared = num_inputs
-    atoms = closed.jaxpr.outvars[num_results:]
-    own, shared = closed.jaxpr.invars[:num_own], closed.jaxpr.invars[num_own : num_own + num_shared]
-    index, carry = closed.jaxpr.invars[num_own + num_shared], closed.jaxpr.invars[num_own + num_shared + 1 :]
-    from_carry = _reached(closed, carry, heavy_only=False)
-    from_layer = _reached(closed, [*own, index], heavy_only=False) | from_carry
-    heavy = _reached(closed, [], heavy_only=True)
+    """Sorts the residuals, which come after the results; says besides which of them are stored."""
+    first_carry = num_own + num_shared + 1
+    own, (index, *carry) = closed.jaxpr.invars[:num_own], closed.jaxpr.invars[first_carry - 1 :]
+    from_carry = _reached(closed, carry, _is_never)
+    from_layer = _reached(closed, [*own, index, *carry], _is_never)
+    heavy = _reached(closed, [], _is_heavy)
     places: dict[object, tuple[str, int]] = {}
-    first: dict[str, list[bool]] = {"stored": [], "invariant": [], "derived": []}
+    is_first: dict[str, list[bool]] = {"stored": [], "invariant": [], "derived": []}
     sources = []
-    for atom in atoms:
+    for atom in closed.jaxpr.outvars[num_results:]:
         name = _place(atom, from_carry, from_layer, heavy)
         key = id(atom) if isinstance(atom, Literal) else atom
         is_new = key not in places
-        if is_new:
-            places[key] = (name, sum(first[name]))
-        for place, flags in first.items():
+        places.setdefault(key, (name, sum(is_first[name])))
+        for place, flags in is_first.items():
             flags.append(is_new and place == name)
         sources.append(places[key])
-    skip = [False] * num_results
-    invariant, derived = (restrict(closed, skip + first[name]) for name in ("invariant", "derived"))
-    pad: list[None] = [None] * len(carry)
+    invariant, derived = (restrict(closed, [False] * num_results + is_first[name]) for name in ("invariant", "derived"))
+    no_carry: list[None] = [None] * len(carry)
     layout = Layout(
         treedef=treedef,
         sources=tuple(sources),
-        invariant=lambda *inputs: invariant(*inputs, *pad),
-        derived=lambda *inputs: derived(*inputs, *pad),
+        invariant=lambda *inputs: invariant(*inputs, *no_carry),
+        derived=lambda *inputs: derived(*inputs, *no_carry),
     )
-    return layout, first["stored"]
+    return layout, is_first["stored"]
 
 
 def _place(atom: Var | Literal, from_carry: set[Var], from_layer: set[Var], heavy: set[Var]) -> str:
@@ -193,15 +195,19 @@ def _place(atom: Var | Literal, from_carry: set[Var], from_layer: set[Var], heav
     return "stored" if atom in from_layer else "invariant"
 
 
-def _reached(closed: ClosedJaxpr, seeds: Sequence[Var], *, heavy_only: bool) -> set[Var]:
-    """The variables that depend on the seeds, or, with `heavy_only`, on anything that is not cheap to make."""
+def _reached(closed: ClosedJaxpr, seeds: Sequence[Var], starts: Callable[[JaxprEqn], bool]) -> set[Var]:
+    """The variables that depend on the seeds or on an equation that `starts` says yes to."""
     reached = set(seeds)
     for equation in closed.jaxpr.eqns:
-        if reached.intersection(variables(equation.invars)) or (heavy_only and not _is_cheap(equation)):
+        if starts(equation) or reached.intersection(variables(equation.invars)):
             reached.update(equation.outvars)
     return reached
 
 
-def _is_cheap(equation: JaxprEqn) -> bool:
+def _is_never(_equation: JaxprEqn) -> bool:
+    return False
+
+
+def _is_heavy(equation: JaxprEqn) -> bool:
     inner = sub_equations(equation)
-    return equation.primitive.name in _CHEAP if inner is None else all(_is_cheap(each) for each in inner)
+    return equation.primitive.name not in _CHEAP if inner is None else any(_is_heavy(each) for each in inner)

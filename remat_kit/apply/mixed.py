@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from remat_kit.apply.jaxprs import Arrays
+from remat_kit.apply.checkpoint import FindWeights
+from remat_kit.apply.jaxprs import Arrays, prune
 from remat_kit.apply.layer_vjp import BACKWARD_SCOPE, RECOMPUTE_SCOPE, Layer, Layout, pick, pull_layer, save_layer
 from remat_kit.apply.segments import Groups, Loop, Node, group_length, num_layers_of
 
@@ -64,7 +65,14 @@ Gradients: TypeAlias = tuple[Arrays, Arrays, Arrays]
 
 
 def run_mixed(
-    run: FlatLayer, nodes: tuple[Node, ...], *, own: Arrays, shared: Arrays, carry: Arrays, unroll: int
+    run: FlatLayer,
+    nodes: tuple[Node, ...],
+    *,
+    own: Arrays,
+    shared: Arrays,
+    carry: Arrays,
+    unroll: int,
+    find_weights: FindWeights,
 ) -> tuple[Arrays, Arrays]:
     """Runs a stack under several policies.
 
@@ -75,6 +83,7 @@ def run_mixed(
         shared: Arrays that all layers get.
         carry: What the first layer gets.
         unroll: Layers per iteration of a loop.
+        find_weights: Says which leaves of a layer's arguments are parameters.
 
     Returns:
         What the last layer returns, and the outputs of all layers, each `[L, …]`.
@@ -95,6 +104,7 @@ def run_mixed(
         outputs = jax.eval_shape(run, _take(own, _index(0)), shared, _index(0), carry)[1]
         layer = Layer(
             run=run,
+            find_weights=find_weights,
             own_wanted=own_wanted,
             shared_wanted=shared_wanted,
             carry_wanted=tuple(_is_float(array) for array in carry),
@@ -190,7 +200,7 @@ def _pull_loop(
         cotangents = carry_cts, [_take_cotangent(ct, index) for ct in output_cts]
         inputs = _take(stack.own, index), shared, index
         own, shared_here, carry_cts = pull_layer(layout, stored, kept.invariant, inputs, cotangents)
-        own_sum = [jax.lax.dynamic_update_index_in_dim(sum_, part, index, 0) for sum_, part in zip(own_sum, own, strict=True)]
+        own_sum = [_put(sum_, part, index) for sum_, part in zip(own_sum, own, strict=True)]
         shared_sum = [sum_ + part for sum_, part in zip(shared_sum, shared_here, strict=True)]
         return (carry_cts, own_sum, shared_sum), None
 
@@ -210,7 +220,7 @@ def _pull_groups(
         return _pull_all(stack, groups.nodes, base, kept_inside, gradients, output_cts), None
 
     with jax.named_scope(BACKWARD_SCOPE):
-        return _loop(body, gradients, kept.stored, groups.num_groups, unroll=1, reverse=True)[0]
+        return _loop(prune(body), gradients, kept.stored, groups.num_groups, unroll=1, reverse=True)[0]
 
 
 def _loop(
@@ -219,17 +229,30 @@ def _loop(
     """A scan over arrays and their index; a single iteration is no loop, and neither its arrays nor its outputs are stacked."""
     if length == 1:
         return body(state, (arrays, _index(0)))
-    return jax.lax.scan(body, state, (arrays, jnp.arange(length)), unroll=unroll, reverse=reverse)
+
+    # The index comes from a counter in the carry: read from a scanned `arange` it would be data to the compiler, which then
+    # schedules the reads of the parameters worse.
+    def step(carry: tuple[Any, jax.Array], each: Any) -> tuple[tuple[Any, jax.Array], Any]:
+        state, count = carry
+        state, outputs = body(state, (each, length - 1 - count if reverse else count))
+        return (state, count + 1), outputs
+
+    (state, _), outputs = jax.lax.scan(step, (state, _index(0)), arrays, length=length, unroll=unroll, reverse=reverse)
+    return state, outputs
 
 
 def _take(arrays: Arrays, index: jax.Array) -> Arrays:
-    return [jax.lax.dynamic_index_in_dim(array, index, 0, keepdims=False) for array in arrays]
+    return [jax.lax.dynamic_index_in_dim(array, index, keepdims=False, allow_negative_indices=False) for array in arrays]
+
+
+def _put(buffer: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(buffer, part, index, 0, allow_negative_indices=False)
 
 
 def _take_cotangent(cotangent: object, index: jax.Array) -> jax.Array:
     if isinstance(cotangent, SymbolicZero):
         return jnp.zeros(cotangent.shape[1:], cotangent.dtype)
-    return jax.lax.dynamic_index_in_dim(cotangent, index, 0, keepdims=False)
+    return _take([cotangent], index)[0]
 
 
 def _instantiate(cotangent: object) -> jax.Array:

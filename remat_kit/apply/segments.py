@@ -1,8 +1,8 @@
-"""The loops that a stack's plan asks for: from a `StackPlan` to a tree of `Loop` and `Groups`. Plain data, no JAX.
+"""The loops that a stack's plan asks for: from a `StackPlan` to a tree of `Loop` and `Groups`, which is plain data.
 
-A `Loop` runs consecutive layers under one policy, and each layer keeps what the policy says. `Groups` repeats a list of such nodes
-and keeps the input of each group only; what is inside is made again, one group at a time, in the backward pass. Groups of groups
-of two give Chen's recursive scheme: memory and extra forward passes both grow with the logarithm of the depth.
+A `Loop` runs consecutive layers under one policy, and each layer keeps what the policy says. `Groups` repeats a list of such
+nodes and keeps the input of each group only; what is inside is made again, one group at a time, in the backward pass. Groups of
+groups of two give Chen's recursive scheme: memory and extra forward passes both grow with the logarithm of the depth.
 
 Reference: Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174.
 """
@@ -90,7 +90,9 @@ def build_nodes(plan: StackPlan, *, group: GroupOption) -> tuple[Node, ...]:
             nodes.append(Loop(start=start, num_layers=num_layers, rules=rules))
         start += num_layers
     if group is not None and not num_grouped:
-        raise PolicyError(f"group={group!r} keeps the inputs of groups of layers under 'full'; {str(plan)!r} has no two such layers.")
+        raise PolicyError(
+            f"group={group!r} keeps the inputs of groups of layers under 'full'; {str(plan)!r} has no two such layers."
+        )
     return tuple(nodes)
 
 
@@ -113,16 +115,20 @@ def _grouped(group: int | str, start: int, num_layers: int) -> list[Node]:
         raise PolicyError(f"group={group!r}: give a number of layers, 'sqrt' or 'recursive'.")
     if not 2 <= length <= num_layers:
         raise PolicyError(f"group={length}: a segment of {num_layers} layers has groups of 2 to {num_layers} layers.")
-    full = Loop(start=0, num_layers=length, rules=Remat())
-    nodes: list[Node] = [Groups(start=start, num_groups=num_layers // length, nodes=(full,))]
+    nodes: list[Node] = [Groups(start=start, num_groups=num_layers // length, nodes=_group_of(length))]
     rest = num_layers % length
     # The last group is the first one to be made again, while every kept input is still alive: let the shorter one be last.
     if rest > 1:
-        last = Loop(start=0, num_layers=rest, rules=Remat())
-        nodes.append(Groups(start=start + num_layers - rest, num_groups=1, nodes=(last,)))
+        nodes.append(Groups(start=start + num_layers - rest, num_groups=1, nodes=_group_of(rest)))
     if rest == 1:
         nodes.append(Loop(start=start + num_layers - 1, num_layers=1, rules=Remat()))
     return nodes
+
+
+def _group_of(length: int) -> tuple[Node, ...]:
+    """The last layer stands apart: to make the inputs of a group's layers again, it need not be run."""
+    first = Loop(start=0, num_layers=length - 1, rules=Remat())
+    return first, Loop(start=length - 1, num_layers=1, rules=Remat())
 
 
 def _halved(num_layers: int) -> list[Node]:

@@ -1,7 +1,7 @@
 """Stacks of equal layers with a policy per segment of layers: `stack`.
 
-In: a block, its stacked parameters `[L, …]`, a plan. Out: what the last layer returns, and the outputs of all layers. A plan with one
-policy is a plain `lax.scan` over the rematerialized block; a mixed one, or one with `group`, runs in the loops of `mixed.py`,
+In: a block, its stacked parameters `[L, …]`, a plan. Out: what the last layer returns, and the outputs of all layers. A plan with
+one policy is a plain `lax.scan` over the rematerialized block; a mixed one, or one with `group`, runs in the loops of `mixed.py`,
 which keep one stacked parameter tree and exact memory.
 """
 
@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from remat_kit.apply.function import remat
+from remat_kit.apply.checkpoint import checkpoint
+from remat_kit.apply.function import is_wrapped, rules_of, warn
 from remat_kit.apply.jaxprs import Arrays
 from remat_kit.apply.mixed import FlatLayer, run_mixed
 from remat_kit.apply.segments import GroupOption, Node, build_nodes
@@ -63,6 +64,9 @@ def stack(
         PolicyError: The plan does not fit the stack, or `group` has no segment to act on.
         StepError: Leading axes differ, or the block returns other types than those of `x`.
 
+    Warns:
+        RematWarning: The block is wrapped already.
+
     Note:
         A mixed plan has no forward-mode derivative (`jax.jvp`, `jax.hessian`), and JAX says so: use a plan with one policy there.
 
@@ -75,6 +79,8 @@ def stack(
     num_layers = _num_layers(params, xs)
     fitted = as_stack_plan(plan).fit(num_layers)
     own, shared = (params, xs), (consts, key)
+    if is_wrapped(block):
+        warn(f"{block!r} is rematerialized already: give stack the plain block, and the policy as its plan.")
     layer = _Layer(block, names_input=_names_input(fitted))
     if group is None and not fitted.is_mixed:
         carry, outputs = _run_uniform(layer, fitted.policy, own, shared, x, num_layers=num_layers, unroll=unroll)
@@ -97,7 +103,9 @@ def as_stack_plan(plan: Policy | StackPlan | Plan | str) -> StackPlan:
         case Plan(((None, part),)):
             return part
         case Plan():
-            raise PolicyError(f"{str(plan)!r} speaks of stacks by name; here the plan of one stack is taken, like {plan.parts[0][1]}.")
+            raise PolicyError(
+                f"{str(plan)!r} speaks of stacks by name; here the plan of one stack is taken, like {plan.parts[0][1]}."
+            )
         case NoRemat() | Preset() | Remat():
             return StackPlan((Segment(plan),))
 
@@ -129,7 +137,8 @@ def _run_uniform(
     layer: _Layer, policy: Policy, own: Any, shared: Any, carry: Any, *, num_layers: int, unroll: int
 ) -> tuple[Any, Any]:
     is_loop = num_layers > 1 and unroll == 1
-    run = remat(layer, policy, prevent_cse=not is_loop)
+    rules = rules_of(policy)
+    run = layer if rules is None else checkpoint(layer, rules, prevent_cse=not is_loop, find_weights=_find_weights)
     if num_layers == 1:
         carry, outputs = run(jax.tree.map(lambda array: array[0], own), shared, jnp.int32(0), carry)
         return carry, jax.tree.map(lambda array: array[None], outputs)
@@ -137,9 +146,13 @@ def _run_uniform(
     return jax.lax.scan(lambda carry, each: run(each[0], shared, each[1], carry), carry, (own, indices), unroll=unroll)
 
 
-def _run_in_loops(
-    layer: _Layer, nodes: tuple[Node, ...], own: Any, shared: Any, carry: Any, *, unroll: int
-) -> tuple[Any, Any]:
+def _find_weights(own: tuple[Any, Any], *others: Any) -> list[bool]:
+    """Which leaves of a layer's arguments are parameters."""
+    params, xs = own
+    return [True for _ in jax.tree.leaves(params)] + [False for _ in jax.tree.leaves((xs, others))]
+
+
+def _run_in_loops(layer: _Layer, nodes: tuple[Node, ...], own: Any, shared: Any, carry: Any, *, unroll: int) -> tuple[Any, Any]:
     own, shared, carry = jax.tree.map(_strongly_typed, (own, shared, carry))
     sliced = jax.eval_shape(lambda own: jax.tree.map(lambda array: array[0], own), own)
     closed, shapes = jax.make_jaxpr(layer, return_shape=True)(sliced, shared, jnp.int32(0), carry)
@@ -148,7 +161,13 @@ def _run_in_loops(
     flat_shared = jax.tree.leaves(shared)
     flat = _flat_layer(closed, num_shared=len(flat_shared), num_carry=len(jax.tree.leaves(carry)))
     arrays = {"own": jax.tree.leaves(own), "shared": [*flat_shared, *closed_over], "carry": jax.tree.leaves(carry)}
-    results = run_mixed(flat, nodes, **arrays, unroll=unroll)
+    num_params = len(jax.tree.leaves(own[0]))
+
+    def find_weights(own: Arrays, shared: Arrays, _index: jax.Array, carry: Arrays) -> list[bool]:
+        of_own = [position < num_params for position in range(len(own))]
+        return [*of_own, *(position >= len(flat_shared) for position in range(len(shared))), False, *(False for _ in carry)]
+
+    results = run_mixed(flat, nodes, **arrays, unroll=unroll, find_weights=find_weights)
     return jax.tree.unflatten(jax.tree.structure(shapes), [*results[0], *results[1]])
 
 
@@ -163,7 +182,9 @@ def _flat_layer(closed: ClosedJaxpr, *, num_shared: int, num_carry: int) -> Flat
 
 def _strongly_typed(array: Any) -> jax.Array:
     """Without the weak type of Python scalars, so that a carry has one type in all layers."""
-    return jax.lax.convert_element_type(array, jnp.result_type(array)) if not hasattr(array, "dtype") or array.weak_type else array
+    return (
+        jax.lax.convert_element_type(array, jnp.result_type(array)) if not hasattr(array, "dtype") or array.weak_type else array
+    )
 
 
 def _num_layers(params: Any, xs: Any) -> int:
@@ -175,7 +196,9 @@ def _num_layers(params: Any, xs: Any) -> int:
     found = set(lengths.values())
     if len(found) != 1 or () in found or (0,) in found:
         some = ", ".join(f"{name} {length[0] if length else 'none'}" for name, length in list(lengths.items())[:4])
-        raise StepError(f"every array of params and xs needs the same leading axis, one entry a layer; found {some or 'no array'}.")
+        raise StepError(
+            f"every array of params and xs needs the same leading axis, one entry a layer; found {some or 'no array'}."
+        )
     return found.pop()[0]
 
 
