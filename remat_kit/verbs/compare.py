@@ -21,6 +21,7 @@ from remat_kit.grammar import parse_plan
 from remat_kit.policy import Plan, Policy
 from remat_kit.records import CompareRow, Comparison, Status
 from remat_kit.targets import Target, load_rows, parse_target
+from remat_kit.units import format_bytes
 from remat_kit.verbs.question import Answer, Question, spell_factory
 
 Progress: TypeAlias = Callable[[str, int, int], None]
@@ -131,6 +132,10 @@ def _row(policy: str, target: Target, limit: int | None, outcome: _Outcome) -> C
     floor_s, floor_notes = _floor(target, outcome.trace.flops, host_bytes)
     recompute_flops = outcome.trace.flops - outcome.baseline.flops
     over = limit is not None and device.total_bytes > limit
+    refused = outcome.compiled.refused
+    if refused is not None and not over:
+        error = f"the compiler refused the step although its {format_bytes(device.total_bytes)} are within the budget: {refused}"
+        return CompareRow(policy=policy, target=target.text, status=Status.FAILED, budget_bytes=limit, error=error)
     return CompareRow(
         policy=policy,
         target=target.text,
