@@ -7,6 +7,7 @@ In: a value of the arena and the point at which it lives. Out: `Label`. Evidence
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 from remat_kit.analysis.arguments import Argument
 from remat_kit.analysis.carried import carried_as
@@ -68,7 +69,8 @@ def _label_of_element(evidence: Evidence, element: Element, point: StepPhase) ->
     if element.use is ElementUse.STACK and (copied := _stacked_weight(evidence, element)):
         return copied
     source = source_of(evidence.flow.module, loop.frame)
-    if weights and not _is_activation(array[0], evidence):
+    is_stacked_gradient = backward and element.use is ElementUse.STACK
+    if weights and (is_stacked_gradient or not _is_activation(array[0], evidence)):
         name = name_of_gradient(evidence.flow, weights, loop.name, element.index)
         return Label(kind=PeakKind.GRADIENTS, name=name, op_name=loop.op_name, source=source, certainty=9)
     if element.use is ElementUse.STACK:
@@ -237,9 +239,9 @@ def _kind_of_copy(argument: Argument) -> PeakKind:
 
 
 def _is_activation(array: ArrayShape, evidence: Evidence) -> bool:
-    """Whether an array has a batch's dimensions: then a weight of the same shape is chance."""
-    batches = [each.local.dims for each in evidence.arguments if each.kind is PeakKind.BATCH and len(each.local.dims) > 1]
-    return any(set(dims[:2]) <= set(array.dims) and len(array.dims) > 2 for dims in batches)
+    """Whether an array has a batch's dimensions, one behind the other: then a weight of the same shape is chance."""
+    batches = {each.local.dims[:2] for each in evidence.arguments if each.kind is PeakKind.BATCH and len(each.local.dims) > 1}
+    return len(array.dims) > 2 and any(pair in batches for pair in pairwise(array.dims))
 
 
 def _in_loop(flow: Dataflow, instruction: Instruction) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from remat_kit.analysis.arguments import Argument, arguments_of, same_dims
 from remat_kit.analysis.dataflow import Dataflow, argument_of, index_dataflow, instruction_of
-from remat_kit.analysis.gradients import weights_of_shape
+from remat_kit.analysis.gradients import name_of_gradient, weights_of_shape
 from remat_kit.analysis.hlo import Computation, HloModule, Instruction, attribute
 from remat_kit.analysis.loops import Execution
 from remat_kit.analysis.phases import phase_of
@@ -156,10 +156,21 @@ def _meaning(
     if found.opcode == "all-reduce" and match and _is_padded(operand, flow) and _is_unsharded(match, result.dims):
         return CollectiveMeaning.WEIGHT_GATHER, match.path
     if found.opcode in ("all-reduce", "reduce-scatter") and phase in (StepPhase.BACKWARD, StepPhase.UPDATE):
-        match = match or next(iter(weights_of_shape(left, _dims_of(operand, flow))), None)
-        if match:
-            return CollectiveMeaning.GRADIENT_REDUCTION, match.path
+        weights = weights_of_shape(left, result.dims) or weights_of_shape(left, _dims_of(operand, flow))
+        if weights:
+            return CollectiveMeaning.GRADIENT_REDUCTION, _reduced(found, operand, weights, flow)
     return CollectiveMeaning.OTHER, ""
+
+
+def _reduced(found: _Found, operand: str, weights: tuple[Argument, ...], flow: Dataflow) -> str:
+    """Path of the parameter whose gradient is reduced."""
+    several = len(found.inner.operands) > 1
+    index = found.inner.operands.index(operand) if several else None
+    done = [user for user in flow.users.get(found.outer.name, ()) if user.startswith(found.outer.name.split("-start")[0])]
+    names = [found.outer.name, *done] if found.inner.opcode in _STARTS else [found.outer.name]
+    guesses = [name_of_gradient(flow, weights, name, index) for name in names]
+    exact = [guess for guess in guesses if guess in {weight.path for weight in weights}]
+    return exact[0] if exact else weights[0].path if several else guesses[0]
 
 
 def _argument_behind(found: _Found, operand: str, flow: Dataflow) -> int | None:

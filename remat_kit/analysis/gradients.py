@@ -9,7 +9,8 @@ import re
 from collections.abc import Sequence
 
 from remat_kit.analysis.arguments import Argument, forms_of, same_dims
-from remat_kit.analysis.dataflow import Dataflow, instruction_of, tuple_index
+from remat_kit.analysis.carried import carried_as
+from remat_kit.analysis.dataflow import Dataflow, ElementUse, argument_of, instruction_of, tuple_index
 from remat_kit.analysis.hlo import Instruction
 from remat_kit.analysis.shapes import arrays_of
 from remat_kit.memory import PeakKind
@@ -47,23 +48,29 @@ def name_of_gradient(flow: Dataflow, candidates: Sequence[Argument], name: str, 
     Returns:
         A path; with `*` for numbers in which the candidates differ.
     """
-    by_name = {instruction.name: int(instruction.literal) for instruction in _parameters(flow)}
     allowed = {candidate.number: candidate.path for candidate in candidates}
-    queue, seen = _readers(flow, name, index), set()
+    queue, seen = _readers(flow, name, index), set[str]()
     while queue and len(seen) < _MAX_READERS:
         reader = queue.pop(0)
-        if reader in seen:
+        instruction = instruction_of(flow, reader)
+        if reader in seen or instruction is None:
             continue
         seen.add(reader)
-        instruction = instruction_of(flow, reader)
-        if instruction is None:
-            continue
-        for operand in instruction.operands:
-            if by_name.get(operand) in allowed:
-                return allowed[by_name[operand]]
-        if _keeps_shape(instruction.shape, candidates):
-            queue += flow.users.get(reader, ())
+        met = next((number for operand in instruction.operands if (number := argument_of(flow, operand)) in allowed), None)
+        if met is not None:
+            return allowed[met]
+        if instruction.opcode not in ("while", "tuple"):
+            queue += _outside(flow, instruction)
+            queue += flow.users.get(reader, ()) if _keeps_shape(instruction.shape, candidates) else ()
     return common_name([candidate.path for candidate in candidates])
+
+
+def _outside(flow: Dataflow, instruction: Instruction) -> list[str]:
+    """Readers, behind the loop, of what an instruction of its body hands on or stacks."""
+    element = carried_as(flow, instruction, None)
+    if element is None or element.use is ElementUse.INVARIANT:
+        return []
+    return _readers(flow, element.loop.name, element.index)
 
 
 def common_name(paths: Sequence[str]) -> str:
@@ -79,11 +86,6 @@ def common_name(paths: Sequence[str]) -> str:
         return paths[0]
     patterns = {re.sub(r"\d+", "*", path) for path in paths}
     return patterns.pop() if len(patterns) == 1 else f"{paths[0]} or of equal shape"
-
-
-def _parameters(flow: Dataflow) -> list[Instruction]:
-    entry = flow.module.computations[flow.module.entry]
-    return [instruction for instruction in entry.instructions if instruction.opcode == "parameter"]
 
 
 def _readers(flow: Dataflow, name: str, index: int | None) -> list[str]:

@@ -87,7 +87,7 @@ def check_totals(
 
     Arguments, outputs and aliases must agree to the byte. Temporaries may exceed the arena by what the compiler reserves. libtpu
     adds the arena's fragmentation to the temporaries that it reports, which no device needs: a program whose reported total is
-    above the memory compiles when its arena fits. With the compiler's own peak within the arena as witness, the arena is the truth.
+    above the memory compiles when its arena fits. With the compiler's own peak within the arena as witness, the arena is true.
 
     Args:
         totals: From the dump.
