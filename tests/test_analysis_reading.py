@@ -137,6 +137,23 @@ def test_all_reduce_of_a_padded_shard_is_a_weight_gather():
     assert (found.payload_bytes, found.wire_bytes, found.group_size) == (256, 384, 4)
 
 
+KERNEL = """%kernel = f32[8,8]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", attributes={
+"text":"{ } = ("
+}}, metadata={op_name="splash"}
+  ROOT %out ="""
+
+
+def test_instructions_over_several_lines():
+    entry = read_module(MODULE.replace("ROOT %out =", KERNEL)).computations["main"]
+    assert entry.by_name["kernel"].op_name == "splash"
+    assert entry.root == "out"
+
+
+@pytest.mark.parametrize(("step", "count"), [(1, 7), (2, 4), (7, 1)])
+def test_trip_count_heeds_the_step(step, count):
+    assert loops_of(read_module(MODULE.replace("%one = s32[] constant(1)", f"%one = s32[] constant({step})"))) == {"loop": count}
+
+
 def test_dot_flops():
     body = read_module(MODULE).computations["body"]
     assert matmul_flops(body.by_name["product"], body) == 2 * 8 * 8 * 8

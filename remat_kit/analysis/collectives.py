@@ -29,6 +29,9 @@ OPCODES = (
     "collective-broadcast",
 )
 _STARTS = {f"{opcode}-start": opcode for opcode in OPCODES}
+# A ring of permutes between partial matmuls is a gather, or a reduction, that the compiler took apart.
+_GATHERS = ("all-gather", "all-reduce", "collective-permute")
+_REDUCTIONS = ("all-reduce", "reduce-scatter", "collective-permute")
 _WIRE_SHARE = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "ragged-all-to-all": 1}
 
 
@@ -146,16 +149,16 @@ def _meaning(
 ) -> tuple[CollectiveMeaning, str]:
     """Meaning and parameter of one operand; `left` are the arguments that no operand of this collective has matched by shape."""
     by_number = {argument.number: argument for argument in arguments}
-    if found.opcode in ("all-gather", "all-reduce"):
+    if found.opcode in _GATHERS:
         source = by_number.get(_argument_behind(found, operand, flow))  # type: ignore[arg-type]
-        if source and source.kind is PeakKind.PARAMETERS and (found.opcode == "all-gather" or _is_padded(operand, flow)):
+        if source and source.kind is PeakKind.PARAMETERS and (found.opcode != "all-reduce" or _is_padded(operand, flow)):
             return CollectiveMeaning.WEIGHT_GATHER, source.path
     match = next(iter(weights_of_shape(left, result.dims)), None)
     if found.opcode == "all-gather" and match and _is_unsharded(match, result.dims):
         return CollectiveMeaning.WEIGHT_GATHER, match.path
     if found.opcode == "all-reduce" and match and _is_padded(operand, flow) and _is_unsharded(match, result.dims):
         return CollectiveMeaning.WEIGHT_GATHER, match.path
-    if found.opcode in ("all-reduce", "reduce-scatter") and phase in (StepPhase.BACKWARD, StepPhase.UPDATE):
+    if found.opcode in _REDUCTIONS and phase in (StepPhase.BACKWARD, StepPhase.UPDATE):
         weights = weights_of_shape(left, result.dims) or weights_of_shape(left, _dims_of(operand, flow))
         if weights:
             return CollectiveMeaning.GRADIENT_REDUCTION, _reduced(found, operand, weights, flow)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from remat_kit.analysis.hlo import Computation, Frame, HloModule, Instruction
 from remat_kit.analysis.shapes import element_of
 
-_NAME = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = ")
+_NAME = re.compile(r"^ +(ROOT )?%?([\w.\-]+) = ")
 _ARRAY_OPCODE = re.compile(r"(\S+) ([a-z][\w\-]*)\(")
 _TUPLE_OPCODE = re.compile(r"\) ([a-z][\w\-]*)\(")
 _OPERAND = re.compile(r"%([\w.\-]+(?:#\d+(?:,\d+)*)?)")
@@ -69,21 +69,33 @@ class _Reader:
         self.entry = ""
         self._name = ""
         self._root = ""
+        self._lines: list[str] = []
         self._open: dict[str, Instruction] = {}
 
     def take(self, line: str) -> None:
-        if line.startswith("}"):
-            instructions = tuple(self._open.values())
-            root = self._root or (instructions[-1].name if instructions else "")
-            self.computations[self._name] = Computation(name=self._name, instructions=instructions, by_name=self._open, root=root)
-            self._name, self._root, self._open = "", "", {}
-        elif self._name:
-            self._take_instruction(line)
-        elif header := _HEADER.match(line):
-            self._name = header[2]
-            self.entry = header[2] if header[1] else self.entry
+        """Takes one line; an instruction may go on over several, as kernels put texts of their own into attributes."""
+        if not self._name:
+            if header := _HEADER.match(line):
+                self._name = header[2]
+                self.entry = header[2] if header[1] else self.entry
+        elif line == "}" or line.startswith("}, execution_thread"):
+            self._take_instruction()
+            self._close()
+        elif _NAME.match(line):
+            self._take_instruction()
+            self._lines = [line]
+        else:
+            self._lines.append(line)
 
-    def _take_instruction(self, line: str) -> None:
+    def _close(self) -> None:
+        instructions = tuple(self._open.values())
+        root = self._root or (instructions[-1].name if instructions else "")
+        self.computations[self._name] = Computation(name=self._name, instructions=instructions, by_name=self._open, root=root)
+        self._name, self._root, self._open = "", "", {}
+
+    def _take_instruction(self) -> None:
+        line = "\n".join(self._lines)
+        self._lines = []
         match = _NAME.match(line)
         if match is None:
             return

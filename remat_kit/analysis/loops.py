@@ -119,7 +119,37 @@ def trip_count(module: HloModule, computation: Computation, loop: Instruction) -
     counter, limit, direction = bound
     first = _initial(computation, loop, counter) or 0  # JAX's own loops count from 0
     last = limit.constant if limit.constant is not None else _initial(computation, loop, limit)
-    return None if last is None else max(0, last - first + (1 if direction == "LE" else 0))
+    if last is None:
+        return None
+    distance = max(0, last - first + (1 if direction == "LE" else 0))
+    return -(-distance // _step(module, loop, counter))
+
+
+def _step(module: HloModule, loop: Instruction, counter: Known) -> int:
+    """What the body adds to the loop's counter: 1, or 2 where the compiler lets both directions of a ring do a half."""
+    body = module.computations[body_of(loop)]
+    root = body.by_name[body.root]
+    if counter.element is None or root.opcode != "tuple" or counter.element >= len(root.operands):
+        return 1
+    return max(1, _added(module, body, root.operands[counter.element], {}))
+
+
+def _added(module: HloModule, computation: Computation, name: str, outside: dict[str, int]) -> int:
+    """Sum of the constants that are added on the way to a value; `outside` has those that a fusion's parameters stand for."""
+    instruction = computation.by_name[name]
+    if instruction.opcode in _PASS_THROUGH:
+        return _added(module, computation, instruction.operands[0], outside)
+    if instruction.opcode == "constant":
+        return _integer(instruction) or 0
+    if instruction.opcode == "parameter":
+        return outside.get(instruction.literal, 0)
+    if instruction.opcode == "add":
+        return sum(_added(module, computation, operand, outside) for operand in instruction.operands)
+    if instruction.opcode == "fusion":
+        inner = module.computations[instruction.called[0]]
+        given = {str(at): _added(module, computation, operand, outside) for at, operand in enumerate(instruction.operands)}
+        return _added(module, inner, inner.root, given)
+    return 0
 
 
 def condition_of(loop: Instruction) -> str:
