@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from remat_kit.apply.function import remat
     from remat_kit.apply.linen import remat_module
+    from remat_kit.apply.paths import rematerialize
+    from remat_kit.apply.stack import stack
     from remat_kit.errors import BudgetError, CompileError, PolicyError, RematKitError, StepError, TargetError
     from remat_kit.grammar import parse_plan, parse_policy
     from remat_kit.policy import Plan, Policies, Policy, StackPlan
     from remat_kit.presets import resolve
     from remat_kit.step import Knobs, Stack, Step
+    from remat_kit.trace.residuals import residual_report, residuals
     from remat_kit.verbs.compare import compare
 
 _MODULES = {
@@ -35,7 +38,11 @@ _MODULES = {
     "parse_policy": "grammar",
     "remat": "apply.function",
     "remat_module": "apply.linen",
+    "rematerialize": "apply.paths",
+    "residual_report": "trace.residuals",
+    "residuals": "trace.residuals",
     "resolve": "presets",
+    "stack": "apply.stack",
 }
 
 __all__ = [
@@ -57,7 +64,11 @@ __all__ = [
     "parse_policy",
     "remat",
     "remat_module",
+    "rematerialize",
+    "residual_report",
+    "residuals",
     "resolve",
+    "stack",
 ]
 
 

@@ -16,14 +16,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from remat_kit.budget import DEFAULT_MEMORY_FRACTION
 from remat_kit.errors import CompileError, RematKitError
+from remat_kit.export import export_policy, policy_text
 from remat_kit.records import Comparison, Status
-from remat_kit.report.json import comparison_json
+from remat_kit.report.json import comparison_json, residuals_json
 from remat_kit.report.markdown import comparison_markdown
 from remat_kit.report.policies import write_policies
+from remat_kit.report.residuals import write_residuals
 from remat_kit.report.table import write_table
 from remat_kit.report.targets import write_targets
 from remat_kit.targets import availability, load_rows
 from remat_kit.verbs.compare import compare as compare_verb
+from remat_kit.verbs.residuals import step_residuals
 
 PLAIN_WIDTH = 140
 EXIT_FAILED_ROW = 1
@@ -35,6 +38,12 @@ _targets_file = click.option(
 _traceback = click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
 
 
+_wrap = click.option(
+    "--wrap", "wraps", multiple=True, metavar="PATTERN=POLICY", help="A row more: policy for modules by path; several with ';'."
+)
+_set = click.option("--set", "settings", multiple=True, metavar="OPTION=VALUE", help="Option of the step factory.")
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(package_name="remat-kit")
 def main() -> None:
@@ -43,15 +52,14 @@ def main() -> None:
 
 @main.command()
 @click.argument("step")
-@click.option(
-    "--policy", "policies", multiple=True, required=True, metavar="POLICY", help="none, full, save(q,k), a preset, a plan …"
-)
+@click.option("--policy", "policies", multiple=True, metavar="POLICY", help="none, full, save(q,k), a preset, a plan …")
+@_wrap
 @click.option("--target", "targets", multiple=True, required=True, metavar="TARGET", help="h100, h100:8, v5e:2x2, cpu …")
 @click.option("--budget", metavar="BYTES|PERCENT", help="Memory per device: 16GiB or 90%. Default: the target's own.")
 @click.option(
     "--memory-fraction", metavar="PART", default=str(DEFAULT_MEMORY_FRACTION), show_default=True, help="Of a GPU's memory."
 )
-@click.option("--set", "settings", multiple=True, metavar="OPTION=VALUE", help="Option of the step factory.")
+@_set
 @click.option("--xla", "xla", multiple=True, metavar="NAME=VALUE", help="Compiler option of the real run.")
 @click.option("--format", "form", type=click.Choice(["table", "json", "markdown"]), default="table", show_default=True)
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="File to write instead of standard output.")
@@ -62,6 +70,7 @@ def main() -> None:
 def compare(
     step: str,
     policies: tuple[str, ...],
+    wraps: tuple[str, ...],
     targets: tuple[str, ...],
     budget: str | None,
     memory_fraction: str,
@@ -82,7 +91,8 @@ def compare(
         with _progress() as advance:
             comparison = compare_verb(
                 step,
-                policies=policies,
+                policies=[policy_text(policy) for policy in policies],
+                wraps=[_patterns(text) for text in wraps],
                 targets=targets,
                 options=_pairs("--set", settings),
                 budget=budget,
@@ -109,8 +119,50 @@ def targets(targets_file: str | None, traceback: bool) -> None:
 
 
 @main.command()
-def policies() -> None:
-    """List the words of the policy grammar and the presets with their sources."""
+@click.argument("step")
+@click.option("--policy", default="full", show_default=True, metavar="POLICY")
+@_wrap
+@click.option("--target", default="cpu", show_default=True, metavar="TARGET", help="Whose devices the step is traced for.")
+@_set
+@click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@_targets_file
+@_traceback
+def residuals(
+    step: str,
+    policy: str,
+    wraps: tuple[str, ...],
+    target: str,
+    settings: tuple[str, ...],
+    form: str,
+    targets_file: str | None,
+    traceback: bool,
+) -> None:
+    """List what a step keeps for its backward pass and what it computes again."""
+    with _errors_as_messages(show_traceback=traceback):
+        report = step_residuals(
+            step,
+            policy="none" if wraps else policy_text(policy),
+            wraps={pattern: found for text in wraps for pattern, found in _patterns(text).items()},
+            target=target,
+            options=_pairs("--set", settings),
+            targets_file=targets_file,
+        )
+        if form == "json":
+            click.echo(residuals_json(report), nl=False)
+        else:
+            write_residuals(report, _console(sys.stdout))
+
+
+@main.command()
+@click.argument("policy", required=False)
+@click.option("--as", "dialect", type=click.Choice(["jax", "maxtext"]), help="Print POLICY as plain JAX or MaxText settings.")
+@_traceback
+def policies(policy: str | None, dialect: str | None, traceback: bool) -> None:
+    """List the words of the policy grammar and the presets with their sources, or export one policy."""
+    if policy is not None:
+        with _errors_as_messages(show_traceback=traceback):
+            click.echo(export_policy(policy_text(policy), dialect or "jax"))
+        return
     write_policies(_console(sys.stdout))
 
 
@@ -156,6 +208,10 @@ def _pairs(option: str, texts: tuple[str, ...]) -> dict[str, str]:
 def _console(stream: IO[str]) -> Console:
     """As wide as the terminal; a file or a pipe has room for every column."""
     return Console(file=stream) if stream.isatty() else Console(file=stream, width=PLAIN_WIDTH)
+
+
+def _patterns(text: str) -> dict[str, str]:
+    return _pairs("--wrap", tuple(part.strip() for part in text.split(";")))
 
 
 def _write(comparison: Comparison, form: str, out: Path | None) -> None:

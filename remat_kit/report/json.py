@@ -2,6 +2,7 @@
 
 import msgspec
 
+from remat_kit.graph import ResidualReport
 from remat_kit.records import SCHEMA_VERSION, CompareRow, Comparison
 
 
@@ -15,6 +16,12 @@ def comparison_json(comparison: Comparison) -> str:
         "rows": [_row(row) for row in comparison.rows],
         "notes": comparison.notes,
     }
+    return msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n"
+
+
+def residuals_json(report: ResidualReport) -> str:
+    """A residual report as indented JSON with a final newline."""
+    data = {"schema": f"remat-kit/residuals/{SCHEMA_VERSION}", **msgspec.to_builtins(report)}
     return msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n"
 
 

@@ -17,12 +17,12 @@ from remat_kit.compile.cache import default_folder
 from remat_kit.compile.environment import compiler_flags
 from remat_kit.compile.pool import Worker
 from remat_kit.errors import CompileError, FactoryError, PolicyError, TargetError
-from remat_kit.grammar import parse_plan
-from remat_kit.policy import Plan, Policy
-from remat_kit.records import CompareRow, Comparison, Status
+from remat_kit.grammar import parse_plan, parse_policy
+from remat_kit.policy import NONE, Plan, Policy
+from remat_kit.records import Comparison
 from remat_kit.targets import Target, load_rows, parse_target
-from remat_kit.units import format_bytes
 from remat_kit.verbs.question import Answer, Question, spell_factory
+from remat_kit.verbs.rows import Outcome, make_rows
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called before each row with what is measured, its index from 0, and the number of rows."""
@@ -31,7 +31,8 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 def compare(
     step: str | Callable[..., object],
     *,
-    policies: Sequence[str | Policy | Plan],
+    policies: Sequence[str | Policy | Plan] = (),
+    wraps: Sequence[Mapping[str, str | Policy]] = (),
     targets: Sequence[str],
     options: Mapping[str, object] | None = None,
     budget: str | int | None = None,
@@ -47,6 +48,7 @@ def compare(
     Args:
         step: A step factory, or its `module:function`.
         policies: Plans: texts like `"save(q,k,v)"`, presets, or records.
+        wraps: More rows: each a module pattern -> policy table for a model that nobody edits, see `rematerialize`.
         targets: Texts like `"h100:8"` or `"v5p:2x2x4"`.
         options: Options of the factory.
         budget: Bytes per device (`"16GiB"`) or a part of the memory (`"90%"`); None = each target's default.
@@ -64,33 +66,27 @@ def compare(
         PolicyError, TargetError, StepError, BudgetError: Something given does not make sense.
     """
     rows_of_targets = load_rows(None if targets_file is None else str(targets_file))
-    parsed = [parse_target(text, rows_of_targets) for text in _distinct("target", targets, TargetError)]
-    plans = _distinct("policy", [str(policy) for policy in policies], PolicyError)
-    for text in plans:
-        parse_plan(text)
+    parsed = [parse_target(text, rows_of_targets) for text in _distinct_targets(targets)]
+    asked = _asked(policies, wraps)
     parsed_budget, fraction = parse_budget(budget), parse_fraction(memory_fraction)
     budgets = [budget_bytes(parsed_budget, target, memory_fraction=fraction) for target in parsed]
     template = Question(
         factory=spell_factory(step),
-        options=tuple((name, _option_text(value)) for name, value in (options or {}).items()),
-        policy="",
-        target="",
+        options=tuple((name, option_text(value)) for name, value in (options or {}).items()),
         targets_file=None if targets_file is None else os.path.abspath(targets_file),
         xla=tuple((xla or {}).items()),
-        cache_dir=_cache_text(cache_dir),
+        cache_dir=cache_text(cache_dir),
     )
-    outcomes: list[_Outcome] = []
-    for number, target in enumerate(parsed):
-        with Worker() as worker:
-            for offset, text in enumerate(plans):
-                progress(f"{text} on {target.text}", number * len(plans) + offset, len(parsed) * len(plans))
-                question = dataclasses.replace(template, policy=text, target=target.text)
-                outcomes.append(_ask(worker, question, timeout_s))
-    _raise_if_factory_never_worked(outcomes)
-    rows = []
-    for number, (target, limit) in enumerate(zip(parsed, budgets, strict=True)):
-        of_target = outcomes[number * len(plans) : (number + 1) * len(plans)]
-        rows += _mark_best([_row(text, target, limit, outcome) for text, outcome in zip(plans, of_target, strict=True)])
+    questions = [
+        [dataclasses.replace(template, policy=row.policy, wraps=row.wraps, target=target.text) for row in asked]
+        for target in parsed
+    ]
+    outcomes = _ask_all(questions, [row.text for row in asked], timeout_s=timeout_s, progress=progress)
+    rows = [
+        row
+        for target, limit, of_target in zip(parsed, budgets, outcomes, strict=True)
+        for row in make_rows([row.text for row in asked], target, limit, of_target)
+    ]
     return Comparison(
         step=template.factory if isinstance(step, str) else getattr(step, "__qualname__", repr(step)),
         options=template.options,
@@ -100,86 +96,64 @@ def compare(
     )
 
 
-_Outcome: TypeAlias = Answer | CompileError | FactoryError
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Asked:
+    """A row of every target: how it is spelled, its plan, its module patterns."""
+
+    text: str
+    policy: str
+    wraps: tuple[tuple[str, str], ...] = ()
 
 
-def _distinct(what: str, texts: Sequence[str], error: type[PolicyError] | type[TargetError]) -> tuple[str, ...]:
+def _asked(policies: Sequence[str | Policy | Plan], wraps: Sequence[Mapping[str, str | Policy]]) -> tuple[_Asked, ...]:
+    if isinstance(policies, str):
+        raise PolicyError(f"give a list of policies, like [{policies!r}], not one text.")
+    tables = [tuple((pattern, str(policy)) for pattern, policy in table.items()) for table in wraps]
+    asked = [_Asked(str(policy), str(policy)) for policy in policies]
+    asked += [_Asked("; ".join(f"{pattern}={policy}" for pattern, policy in table), str(NONE), table) for table in tables]
+    if not asked:
+        raise PolicyError("give at least one policy, or patterns of modules to wrap.")
+    for row in asked:
+        parse_plan(row.policy)
+        for _, policy in row.wraps:
+            parse_policy(policy)
+    return tuple(dict.fromkeys(asked))
+
+
+def _distinct_targets(texts: Sequence[str]) -> tuple[str, ...]:
     if isinstance(texts, str):
-        raise error(f"give a list of {what} texts, like [{texts!r}], not one text.")
+        raise TargetError(f"give a list of targets, like [{texts!r}], not one text.")
     if not texts:
-        raise error(f"give at least one {what}.")
+        raise TargetError("give at least one target.")
     return tuple(dict.fromkeys(texts))
 
 
-def _ask(worker: Worker, question: Question, timeout_s: float | None) -> _Outcome:
+def _ask_all(
+    questions: Sequence[Sequence[Question]], texts: Sequence[str], *, timeout_s: float | None, progress: Progress
+) -> list[list[Outcome]]:
+    outcomes: list[list[Outcome]] = []
+    for number, of_target in enumerate(questions):
+        outcomes.append([])
+        with Worker() as worker:
+            for offset, question in enumerate(of_target):
+                done = number * len(of_target) + offset
+                progress(f"{texts[offset]} on {question.target}", done, len(questions) * len(of_target))
+                outcomes[-1].append(_ask(worker, question, timeout_s))
+    _raise_if_factory_never_worked([outcome for of_target in outcomes for outcome in of_target])
+    return outcomes
+
+
+def _ask(worker: Worker, question: Question, timeout_s: float | None) -> Outcome:
     try:
         return msgspec.convert(worker.ask(msgspec.to_builtins(question), timeout_s=timeout_s), Answer)
     except (CompileError, FactoryError) as error:
         return error
 
 
-def _raise_if_factory_never_worked(outcomes: Sequence[_Outcome]) -> None:
+def _raise_if_factory_never_worked(outcomes: Sequence[Outcome]) -> None:
     last = outcomes[-1]
     if isinstance(last, FactoryError) and all(isinstance(outcome, FactoryError) for outcome in outcomes):
         raise last
-
-
-def _row(policy: str, target: Target, limit: int | None, outcome: _Outcome) -> CompareRow:
-    if not isinstance(outcome, Answer):
-        return CompareRow(policy=policy, target=target.text, status=Status.FAILED, budget_bytes=limit, error=str(outcome))
-    device, host = outcome.compiled.device, outcome.compiled.host
-    host_bytes = None if host is None else host.total_bytes
-    floor_s, floor_notes = _floor(target, outcome.trace.flops, host_bytes)
-    recompute_flops = outcome.trace.flops - outcome.baseline.flops
-    over = limit is not None and device.total_bytes > limit
-    refused = outcome.compiled.refused
-    if refused is not None and not over:
-        error = f"the compiler refused the step although its {format_bytes(device.total_bytes)} are within the budget: {refused}"
-        return CompareRow(policy=policy, target=target.text, status=Status.FAILED, budget_bytes=limit, error=error)
-    return CompareRow(
-        policy=policy,
-        target=target.text,
-        status=Status.OVER_BUDGET if over else Status.OK,
-        argument_bytes=device.argument_bytes,
-        output_bytes=device.output_bytes,
-        alias_bytes=device.alias_bytes,
-        temp_bytes=device.temp_bytes,
-        host_bytes=host_bytes,
-        total_bytes=device.total_bytes,
-        budget_bytes=limit,
-        fits=None if limit is None else not over,
-        flops=outcome.trace.flops,
-        recompute_flops=recompute_flops,
-        inherent_recompute_flops=outcome.baseline.remat_flops,
-        baseline_flops=outcome.baseline.flops,
-        recompute_fraction=recompute_flops / outcome.baseline.flops if outcome.baseline.flops else None,
-        floor_s=floor_s,
-        compile_s=outcome.compiled.compile_s,
-        from_cache=outcome.compiled.from_cache,
-        kernels=tuple(dict.fromkeys(kernel.name for kernel in outcome.trace.kernels)),
-        xla_remat_instructions=outcome.compiled.num_xla_remat,
-        notes=(*outcome.notes, *outcome.compiled.notes, *floor_notes),
-        versions=outcome.compiled.versions,
-    )
-
-
-def _floor(target: Target, flops: int, host_bytes: int | None) -> tuple[float | None, tuple[str, ...]]:
-    if target.flops_per_s is None:
-        return None, ()
-    compute_s = flops / target.flops_per_s
-    if not host_bytes:
-        return compute_s, ()
-    if target.host_bytes_per_s is None:
-        return None, (f"not ranked: the host link of {target.kind} has no published rate",)
-    return compute_s + host_bytes / target.host_bytes_per_s, ()
-
-
-def _mark_best(rows: list[CompareRow]) -> list[CompareRow]:
-    ranked = [row for row in rows if row.fits and row.floor_s is not None]
-    if not ranked:
-        return rows
-    best = min(ranked, key=lambda row: (row.floor_s, row.total_bytes))
-    return [dataclasses.replace(row, is_best=row is best) for row in rows]
 
 
 def _flags(xla: tuple[tuple[str, str], ...], targets: Sequence[Target]) -> tuple[tuple[str, str], ...]:
@@ -202,11 +176,13 @@ def _notes(targets: Sequence[Target], budget: str | int | None, memory_fraction:
     return tuple(notes)
 
 
-def _option_text(value: object) -> str:
+def option_text(value: object) -> str:
+    """An option as `--set` spells it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _cache_text(cache_dir: str | os.PathLike[str] | None) -> str | None:
+def cache_text(cache_dir: str | os.PathLike[str] | None) -> str | None:
+    """The folder as a worker is told: None = no cache."""
     if cache_dir is None:
         return str(default_folder())
     return None if os.fspath(cache_dir) == os.devnull else str(Path(cache_dir).absolute())

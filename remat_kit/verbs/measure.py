@@ -4,29 +4,73 @@
 compile.
 """
 
+import dataclasses
 import functools
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
+import jax
 import msgspec
 
+from remat_kit.apply.paths import rematerialize
 from remat_kit.compile.cache import Cache
 from remat_kit.compile.compiler import compile_lowered
 from remat_kit.compile.topology import devices_for, identify
 from remat_kit.errors import PolicyError
 from remat_kit.grammar import parse_plan
+from remat_kit.graph import StepGraph
 from remat_kit.policy import NO_REMAT, NoRemat, Plan, Policies
 from remat_kit.records import StepTrace
 from remat_kit.step import Step
 from remat_kit.targets import Target, check_abilities, load_rows, parse_target
-from remat_kit.trace import trace_step
+from remat_kit.trace import graph_of, report_graph, summarise
 from remat_kit.verbs.build import bind_plan, build, check_names, read_options
-from remat_kit.verbs.question import Answer, Question, load_factory
+from remat_kit.verbs.question import Answer, Question, Task, load_factory
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Answers a `Question`, both as JSON data."""
-    return msgspec.to_builtins(measure(msgspec.convert(request, Question)))
+    """Answers a `Question`; it and the answer are JSON data: an `Answer` or a `ResidualReport`, by its task."""
+    question = msgspec.convert(request, Question)
+    match question.task:
+        case Task.MEASURE:
+            return msgspec.to_builtins(measure(question))
+        case Task.RESIDUALS:
+            return msgspec.to_builtins(report_graph(prepare(question).traced.graph))
+        case _:
+            assert_never(question.task)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """A step, traced.
+
+    Attributes:
+        step: As the factory built it.
+        program: What `jax.jit(…).trace` gave.
+        graph: Its operations.
+        trace: Its totals.
+    """
+
+    step: Step
+    program: Any
+    graph: StepGraph
+    trace: StepTrace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A checked question, before any compiler.
+
+    Attributes:
+        target: What to compile for.
+        baseline: The step without rematerialization.
+        traced: The step under the policy.
+    """
+
+    target: Target
+    baseline: Traced
+    traced: Traced
 
 
 def measure(question: Question) -> Answer:
@@ -36,33 +80,52 @@ def measure(question: Question) -> Answer:
         PolicyError, TargetError, StepError: The question does not make sense.
         CompileError: The compiler failed on it.
     """
-    rows = load_rows(question.targets_file)
-    target = identify(parse_target(question.target, rows), rows)
-    plan = parse_plan(question.policy)
-    bare, _, baseline = _trace(question.factory, question.options, target, NO_REMAT)
-    policies = bind_plan(plan, bare)
-    check_names(plan, baseline)
-    step, traced, trace = _trace(question.factory, question.options, target, policies)
-    _check_applied(plan, trace, baseline)
-    check_abilities(target, dtypes=trace.dtypes, kernels=tuple(kernel.name for kernel in trace.kernels))
+    prepared = prepare(question)
+    traced = prepared.traced
     compiled = compile_lowered(
-        traced.lower(),
-        target=target,
+        traced.program.lower(),
+        target=prepared.target,
         xla_options=question.xla,
         cache=None if question.cache_dir is None else Cache(Path(question.cache_dir)),
     )
-    return Answer(trace=trace, baseline=baseline, compiled=compiled, notes=step.notes)
+    findings = tuple(finding.message for finding in report_graph(traced.graph).findings)
+    return Answer(trace=traced.trace, baseline=prepared.baseline.trace, compiled=compiled, notes=(*traced.step.notes, *findings))
+
+
+def prepare(question: Question) -> Prepared:
+    """Builds and traces a step without and with its policy, and checks all that can be wrong with the question.
+
+    Raises:
+        PolicyError, TargetError, StepError: The question does not make sense.
+    """
+    rows = load_rows(question.targets_file)
+    target = identify(parse_target(question.target, rows), rows)
+    plan = parse_plan(question.policy)
+    baseline = _trace(question.factory, question.options, target, NO_REMAT, ())
+    policies = bind_plan(plan, baseline.step)
+    check_names(plan, baseline.trace)
+    traced = _trace(question.factory, question.options, target, policies, question.wraps)
+    _check_applied(plan, traced.trace, baseline.trace)
+    check_abilities(target, dtypes=traced.trace.dtypes, kernels=tuple(kernel.name for kernel in traced.trace.kernels))
+    return Prepared(target=target, baseline=baseline, traced=traced)
 
 
 @functools.lru_cache(maxsize=2)
 def _trace(
-    factory_name: str, options: tuple[tuple[str, str], ...], target: Target, policies: Policies
-) -> tuple[Step, Any, StepTrace]:
+    factory_name: str,
+    options: tuple[tuple[str, str], ...],
+    target: Target,
+    policies: Policies,
+    wraps: tuple[tuple[str, str], ...],
+) -> Traced:
     """Builds and traces a step; remembered, since every row of a target starts from the one without rematerialization."""
     factory = load_factory(factory_name)
     step = build(factory, policies, devices_for(target), read_options(factory, options))
-    traced, trace = trace_step(step)
-    return step, traced, trace
+    if wraps:
+        step = dataclasses.replace(step, fn=rematerialize(dict(wraps))(step.fn))
+    program = jax.jit(step.fn, donate_argnums=step.donate).trace(*step.args)
+    graph = graph_of(program, step.args)
+    return Traced(step=step, program=program, graph=graph, trace=summarise(graph))
 
 
 def _check_applied(plan: Plan, trace: StepTrace, baseline: StepTrace) -> None:

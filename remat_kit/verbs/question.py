@@ -9,6 +9,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 
 import cloudpickle
 
@@ -16,24 +17,35 @@ from remat_kit.errors import StepError, nearest
 from remat_kit.records import CompiledStep, StepTrace
 
 
+class Task(StrEnum):
+    """What can be asked about a step under a policy on a target."""
+
+    MEASURE = "measure"
+    RESIDUALS = "residuals"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """One row to measure.
 
     Attributes:
+        task: What is asked about it.
         factory: `module:function`, or `pickle:` and base64 of a cloudpickled factory.
         options: Pairs of option and text, for the factory.
         policy: Text of the plan.
+        wraps: Pairs of module pattern and policy, for a model that nobody edits; the plan is then `none`.
         target: Text of the target.
         targets_file: TOML file with more targets, None = only ours.
         xla: Pairs of compiler option and value.
         cache_dir: Folder of the compile cache; None = no cache.
     """
 
+    task: Task = Task.MEASURE
     factory: str
     options: tuple[tuple[str, str], ...] = ()
-    policy: str
-    target: str
+    policy: str = "none"
+    wraps: tuple[tuple[str, str], ...] = ()
+    target: str = "cpu"
     targets_file: str | None = None
     xla: tuple[tuple[str, str], ...] = ()
     cache_dir: str | None = None
@@ -47,7 +59,7 @@ class Answer:
         trace: Of the step under the policy.
         baseline: Of the same step without rematerialization.
         compiled: What the compiler said.
-        notes: From the factory.
+        notes: From the factory, and what is wrong with what the policy saves.
     """
 
     trace: StepTrace
