@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src import ad_util as _ad_util
 from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.cudnn import fused_attention_stablehlo as _cudnn
@@ -36,6 +37,11 @@ def open_jaxpr(program: Any) -> tuple[Any, list[Any]]:
     """
     inner = getattr(program, "jaxpr", program)
     return inner, list(getattr(program, "consts", ()))
+
+
+def zeros(aval: Any) -> jax.Array:
+    """Zeros of an abstract type, with its sharding (explicit axes) and its varying axes (inside shard_map)."""
+    return _ad_util.zeros_like_aval(aval)
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:

@@ -14,7 +14,9 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.extend.core import mapped_aval
 
+from remat_kit import _jax
 from remat_kit.apply.checkpoint import FindWeights
 from remat_kit.apply.jaxprs import Arrays, prune
 from remat_kit.apply.layer_vjp import BACKWARD_SCOPE, RECOMPUTE_SCOPE, Layer, Layout, pick, pull_layer, save_layer
@@ -119,7 +121,7 @@ def run_mixed(
         layer = arrays.layer
         carry_cts = [_instantiate(ct) for ct in pick(layer.carry_wanted, cotangents[0])]
         own, shared = pick(layer.own_wanted, arrays.own), pick(layer.shared_wanted, arrays.shared)
-        gradients = carry_cts, [_gradient_buffer(array) for array in own], [jnp.zeros_like(array) for array in shared]
+        gradients = carry_cts, [jnp.zeros_like(array) for array in own], [jnp.zeros_like(array) for array in shared]
         output_cts = pick(layer.outputs_wanted, cotangents[1])
         carry_cts, own, shared = _pull_all(arrays, nodes, _index(0), kept, gradients, output_cts)
         return _spread(layer.own_wanted, own), _spread(layer.shared_wanted, shared), _spread(layer.carry_wanted, carry_cts)
@@ -169,11 +171,12 @@ def _save_groups(stack: Stack, groups: Groups, start: jax.Array, carry: Arrays, 
             return stack.layer.run(_take(stack.own, index), stack.shared, index, carry)
 
         after, outputs = _loop(layer, carry, None, length, unroll=stack.unroll)
-        return after, (outputs, carry)
+        return after, ([output[None] for output in outputs] if length == 1 else outputs, carry)
 
     with jax.named_scope(scope):
         carry, (outputs, stored) = _loop(group, carry, None, groups.num_groups, unroll=1)
-    outputs = [output.reshape(-1, *output.shape[1 + (groups.num_groups > 1) :]) for output in outputs]
+    if groups.num_groups > 1:
+        outputs = [output.reshape(-1, *output.shape[2:]) for output in outputs]
     return carry, outputs, Kept(stored=stored, invariant=[], layout=None)
 
 
@@ -249,18 +252,14 @@ def _put(buffer: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(buffer, part, index, 0, allow_negative_indices=False)
 
 
-def _take_cotangent(cotangent: object, index: jax.Array) -> jax.Array:
+def _take_cotangent(cotangent: jax.Array | SymbolicZero, index: jax.Array) -> jax.Array:
     if isinstance(cotangent, SymbolicZero):
-        return jnp.zeros(cotangent.shape[1:], cotangent.dtype)
+        return _jax.zeros(mapped_aval(cotangent.shape[0], 0, cotangent.aval))
     return _take([cotangent], index)[0]
 
 
-def _instantiate(cotangent: object) -> jax.Array:
-    return jnp.zeros(cotangent.shape, cotangent.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
-
-
-def _gradient_buffer(array: jax.Array) -> jax.Array:
-    return jnp.zeros_like(array)
+def _instantiate(cotangent: jax.Array | SymbolicZero) -> jax.Array:
+    return _jax.zeros(cotangent.aval) if isinstance(cotangent, SymbolicZero) else cotangent
 
 
 def _spread(wanted: tuple[bool, ...], gradients: Arrays) -> list[jax.Array | None]:
