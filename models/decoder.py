@@ -8,6 +8,7 @@ Legend: B batch, T tokens, D model width, F MLP width, H query heads, G key/valu
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,9 @@ from jax.ad_checkpoint import checkpoint_name
 from models.config import DecoderConfig, Mlp, Positions
 from models.layers import WEIGHT_INIT, Projection, make_norm, rotary_angles, rotate
 from models.sharding import BATCH, DATA, FSDP, TENSOR, Layout, constrain
-from remat_kit import StackPlan, remat_module
+from remat_kit import StackPlan, remat, stack
 from remat_kit.attention import Kernel, Partition, causal_attention
+from remat_kit.policy import NONE
 from remat_kit.presets import Role
 
 Angles = tuple[jax.Array, jax.Array] | None
@@ -107,7 +109,7 @@ class Decoder(nn.Module):
     Attributes:
         config: What the model is.
         runtime: How it runs.
-        plan: Policy of its stack `layers`; uniform.
+        plan: Policies of its stack `layers`.
     """
 
     config: DecoderConfig
@@ -117,19 +119,34 @@ class Decoder(nn.Module):
     @nn.compact
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         config = self.config
-        x_BTD = self.embed(tokens_BT)
-        is_loop = config.num_layers > 1  # XLA unrolls a loop of one: its recomputation would be merged away
-        stack = nn.scan(
-            remat_module(Block, self.plan, prevent_cse=not is_loop),
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            in_axes=nn.broadcast,
-            length=config.num_layers,
-        )
-        x_BTD, _ = stack(config, self.runtime, name="layers")(x_BTD, self.angles(tokens_BT.shape[1]))
+        x_BTD, angles = self.embed(tokens_BT), self.angles(tokens_BT.shape[1])
+        mixes = self.plan.is_mixed and not self.is_initializing()
+        x_BTD = self.mixed_layers(x_BTD, angles) if mixes else self.layers(x_BTD, angles)
         if not config.has_tied_head:
             self.param("head", WEIGHT_INIT, (config.vocab_size, config.d_model), jnp.float32)
         return make_norm(config, self.runtime.dtype, name="final_norm")(x_BTD)
+
+    def layers(self, x_BTD: jax.Array, angles: Angles) -> jax.Array:
+        """The stack under one policy: a plain scan."""
+        policy = NONE if self.plan.is_mixed else self.plan.policy
+        is_loop = self.config.num_layers > 1  # XLA unrolls a loop of one: its recomputation would be merged away
+        scanned = nn.scan(
+            remat(Block, policy, prevent_cse=not is_loop),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=nn.broadcast,
+            length=self.config.num_layers,
+        )
+        return scanned(self.config, self.runtime, name="layers")(x_BTD, angles)[0]
+
+    def mixed_layers(self, x_BTD: jax.Array, angles: Angles) -> jax.Array:
+        """The stack under a policy per segment, on the parameters that the scan makes."""
+        block = Block(self.config, self.runtime, parent=None)
+
+        def layer(params: Any, x_BTD: jax.Array, consts: tuple[Angles]) -> jax.Array:
+            return block.apply({"params": params}, x_BTD, *consts)[0]
+
+        return stack(layer, self.variables["params"]["layers"], x_BTD, self.plan, consts=(angles,))
 
     def angles(self, num_tokens: int) -> Angles:
         """Rotary angles, None for learned positions."""

@@ -68,7 +68,7 @@ def make_step(config: DecoderConfig, policies: Policies, devices: Sequence[Any],
     _check_sizes(config, layout, options)
     dtype = choose_dtype(options.dtype, devices)
     kernel, notes = choose_attention(options.attention, devices, config=config, seq=options.seq, dtype=dtype)
-    stack = Stack(name="layers", num_layers=config.num_layers, roles=roles(config))
+    stack = Stack(name="layers", num_layers=config.num_layers, accepts_mixed=True, roles=roles(config))
     plan = resolve_stack(policies["layers"], stack.roles)
     model = Decoder(config, Runtime(dtype=dtype, kernel=kernel, layout=layout), plan)
     return _as_step(model, stack, options, notes)
@@ -103,7 +103,9 @@ def _check_sizes(config: DecoderConfig, layout: Layout, options: StepOptions) ->
         if getattr(options, name) < 1:
             raise StepError(f"{name}={getattr(options, name)}: it must be at least 1.")
     if config.max_seq is not None and options.seq > config.max_seq:
-        raise StepError(f"seq={options.seq}: this model has {config.max_seq} learned positions; give seq={config.max_seq} or less.")
+        raise StepError(
+            f"seq={options.seq}: this model has {config.max_seq} learned positions; give seq={config.max_seq} or less."
+        )
     parts = layout.axis_size(BATCH)
     if options.batch % parts:
         near = max(parts, options.batch - options.batch % parts)
@@ -113,7 +115,9 @@ def _check_sizes(config: DecoderConfig, layout: Layout, options: StepOptions) ->
     tensor = layout.axis_size(TENSOR)
     for what, count in (("key/value heads", config.num_kv_heads), ("MLP width", config.d_ff)):
         if count % tensor:
-            raise StepError(f"mesh={options.mesh!r}: tensor:{tensor} does not divide the model's {what}, {count}; give a divisor.")
+            raise StepError(
+                f"mesh={options.mesh!r}: tensor:{tensor} does not divide the model's {what}, {count}; give a divisor."
+            )
 
 
 def _abstract_batch(layout: Layout, options: StepOptions) -> Batch:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from remat_kit.apply.function import remat
-    from remat_kit.apply.linen import remat_module
     from remat_kit.apply.paths import rematerialize
     from remat_kit.apply.stack import stack
     from remat_kit.errors import BudgetError, CompileError, PolicyError, RematKitError, StepError, TargetError
@@ -37,7 +36,6 @@ _MODULES = {
     "parse_plan": "grammar",
     "parse_policy": "grammar",
     "remat": "apply.function",
-    "remat_module": "apply.linen",
     "rematerialize": "apply.paths",
     "residual_report": "trace.residuals",
     "residuals": "trace.residuals",
@@ -63,7 +61,6 @@ __all__ = [
     "parse_plan",
     "parse_policy",
     "remat",
-    "remat_module",
     "rematerialize",
     "residual_report",
     "residuals",

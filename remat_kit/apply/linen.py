@@ -7,28 +7,14 @@ stay Python values, keyword arguments included, and classes keep their name, so 
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from flax import linen as nn
 from flax.core import lift
 
 from remat_kit.apply.arguments import StaticArguments, join_arguments, split_arguments
-from remat_kit.apply.function import MARK, Wrapping, checkpointed, remat, subclass
-from remat_kit.policy import Policy, StackPlan
-
-ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module])
-
-
-def remat_module(
-    module_class: ModuleClass,
-    policy: Policy | StackPlan | str,
-    *,
-    prevent_cse: bool = True,
-    static_argnums: tuple[int, ...] = (),
-) -> ModuleClass:
-    """The old name of `remat` for Linen classes."""
-    return remat(module_class, policy, prevent_cse=prevent_cse, static_argnums=static_argnums)
+from remat_kit.apply.function import MARK, Wrapping, checkpointed, subclass
 
 
 def wrap_module(target: Any, wrapping: Wrapping) -> Any | None:
