@@ -63,7 +63,7 @@ def choose_attention(
     Raises:
         StepError: There is no such kernel, or the one asked for can't run here.
     """
-    allowed = (AUTO, *Kernel)
+    allowed = (AUTO, *(kernel.value for kernel in Kernel))
     if attention not in allowed:
         raise StepError(f"attention={attention!r}: choose from {', '.join(allowed)}.{nearest(attention, allowed)}")
     wanted = _fused_kernel(devices) if attention == AUTO else Kernel(attention)

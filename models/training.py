@@ -101,5 +101,5 @@ def train_step(
     grads = grads if loss_scale == 1.0 else jax.tree.map(lambda grad: grad / loss_scale, grads)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    metrics = {"loss": loss / loss_scale, "grad_norm": optax.global_norm(grads)}
+    metrics = {"loss": loss / loss_scale, "grad_norm": optax.tree.norm(grads)}
     return TrainState(params, opt_state, state.step + 1), metrics

@@ -4,6 +4,7 @@ import functools
 import math
 
 import jax
+import numpy as np
 
 import models
 from remat_kit import _jax, parse_plan
@@ -21,18 +22,38 @@ def make(family, plan="none", *, devices=None, **options):
     return factory(bind(parse_plan(plan), {"layers": layers}), devices or jax.devices("cpu")[:1], **options)
 
 
+QUICK = {"xla_backend_optimization_level": 0}
+"""Compiler options that halve the time to compile for CPU; XLA's own passes are the same."""
+
+
 @functools.cache
 def first_state(family):
-    """Real arguments, the same for every policy; on one device."""
-    return make(family).init(jax.random.key(0))
+    """Real arguments of a step on one device, the same for every policy: every parameter random, norms and biases too."""
+    rng = np.random.default_rng(0)
+
+    def fill(path, leaf):
+        if path[0].idx == 1:  # the batch
+            return rng.integers(0, 256, leaf.shape, leaf.dtype) if leaf.dtype == "int32" else np.ones(leaf.shape, leaf.dtype)
+        is_parameter = path[1].name == "params"
+        return rng.normal(0.0, 0.1, leaf.shape).astype(leaf.dtype) if is_parameter else np.zeros(leaf.shape, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(fill, make(family).args)
+
+
+def run(step, family):
+    """The step's results on `first_state`."""
+    return jax.jit(step.fn, compiler_options=QUICK)(*first_state(family))
 
 
 def gradients(family, plan, **options):
-    """Gradients of the loss with respect to the parameters, through the step itself: AdamW keeps 0.1 x the clipped ones."""
-    step = make(family, plan, **options)
-    _, optimizer_state, _ = jax.jit(step.fn)(*first_state(family))[0]
-    (moments,) = [state.mu for state in jax.tree.leaves(optimizer_state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(state, "mu")]
-    return moments
+    """Gradients of the loss by the parameters, out of the step itself: AdamW's first moments are 0.1 x the clipped ones."""
+    (state, _) = run(make(family, plan, **options), family)
+    (adam,) = [part for part in jax.tree.leaves(state.opt_state, is_leaf=_is_adam) if _is_adam(part)]
+    return adam.mu
+
+
+def _is_adam(part):
+    return hasattr(part, "mu")
 
 
 def largest(tree):
