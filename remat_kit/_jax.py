@@ -17,7 +17,7 @@ from jax._src import xla_bridge as _xla_bridge
 from jax._src.cudnn import fused_attention_stablehlo as _cudnn
 from jax._src.interpreters import partial_eval as _pe
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from jaxlib import _jax as _jaxlib
+from jaxlib import _jax as _jaxlib  # type: ignore[attr-defined]  # compiled, without stubs
 
 _PROGRAMS = (Jaxpr, ClosedJaxpr)
 
@@ -205,5 +205,10 @@ def compiler_option_names() -> tuple[str, ...]:
     return tuple(name for name in dir(options) if name.startswith("xla_"))
 
 
-REMAT3_ASKS_POLICIES = jax.version.__version_info__ >= (0, 12)
+REMAT3_ASKS_POLICIES = jax.__version_info__ >= (0, 12)
 """Whether jax_remat3 asks a policy callable about names; before, it takes every callable for "save nothing"."""
+
+
+def remat3_is_on() -> bool:
+    """Whether the coming implementation of rematerialization is switched on (JAX_REMAT3)."""
+    return bool(jax.config.values["jax_remat3"])

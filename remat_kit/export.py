@@ -52,8 +52,8 @@ def export_policy(text: str, dialect: str) -> str:
         jax.checkpoint(block, policy=jax.checkpoint_policies.save_only_these_names('q', 'k'))
     """
     plan = parse_plan(text)
-    ((stack, part), *others) = plan.parts
-    if others or stack is not None or part.is_mixed:
+    stack, part = plan.parts[0]
+    if len(plan.parts) > 1 or stack is not None or part.is_mixed:
         raise PolicyError(
             f"{text!r} gives layers or stacks different policies: neither JAX nor MaxText can say that of one scan."
         )

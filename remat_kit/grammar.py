@@ -75,8 +75,8 @@ def parse_policy(text: str) -> Policy:
         'save(q,k)+dots'
     """
     plan = parse_plan(text)
-    ((stack, part), *others) = plan.parts
-    if others or stack is not None or len(part.segments) > 1 or part.segments[0].num_layers is not None:
+    stack, part = plan.parts[0]
+    if len(plan.parts) > 1 or stack is not None or len(part.segments) > 1 or part.segments[0].num_layers is not None:
         raise PolicyError(f"{text!r} is a plan for a stack of layers; here one policy is taken, like {part.segments[0].policy}.")
     return part.segments[0].policy
 

@@ -139,7 +139,7 @@ def test_remat3_refuses_rules_by_operation(policy):
 
 def test_remat3_offloads_or_refuses():
     with remat3():
-        if jax.version.__version_info__ < (0, 12):
+        if jax.__version_info__ < (0, 12):
             with pytest.raises(PolicyError, match="ignores offloading"):
                 gradient("offload(query)")(WEIGHTS, X)
         else:

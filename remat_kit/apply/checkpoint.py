@@ -44,7 +44,7 @@ def checkpoint(
     """
     named = _with_named_weights(fn, policy, num_static, find_weights)
     static = tuple(range(num_static))
-    if not jax.config.jax_remat3:
+    if not _jax.remat3_is_on():
         return jax.checkpoint(named, policy=lower_policy(policy), prevent_cse=prevent_cse, static_argnums=static)
 
     def run(*args: Any) -> Any:
@@ -62,7 +62,7 @@ def lower_unseen(policy: Remat) -> Any:
     """
     if ByKind(Kind.WEIGHTS) in policy.rules:
         raise PolicyError(f"{str(policy)!r}: the rule weights can't be applied to NNX modules; save by names, or dots_no_batch.")
-    if not jax.config.jax_remat3 or not policy.rules:
+    if not _jax.remat3_is_on() or not policy.rules:
         return lower_policy(policy)
     _check_remat3(policy.rules)
     if _jax.REMAT3_ASKS_POLICIES:

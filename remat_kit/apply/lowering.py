@@ -51,7 +51,7 @@ class CheckpointPolicy:
 
 
 @functools.cache
-def lower_policy(policy: Remat) -> CheckpointPolicy | None:
+def lower_policy(policy: Remat) -> Any:
     """Lowers a policy to what `jax.checkpoint` takes; `full` is None, as in JAX."""
     return CheckpointPolicy(policy.rules) if policy.rules else None
 
@@ -68,7 +68,7 @@ def _verdict(rule: Rule, primitive: Primitive, avals: tuple[Any, ...], params: d
             return _jax.SAVEABLE if _is_unbatched_dot(primitive, params) else None
         case ByKind(Kind.KERNELS):
             return _jax.SAVEABLE if is_kernel(primitive.name) else None
-        case ByKind(Kind.WEIGHTS):
+        case ByKind():
             return _jax.SAVEABLE if _jax_name(primitive, params) == WEIGHTS_NAME else None
         case Smaller(max_bytes):
             return _jax.SAVEABLE if _output_bytes(primitive, avals, params) <= max_bytes else None
