@@ -63,6 +63,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, None]:
+        """The stream after the block, and nothing to stack."""
         x_BTD = checkpoint_name(constrain(x_BTD, self.runtime.layout, BATCH), "block_in")
         x_BTD += self.attend(make_norm(self.config, self.runtime.dtype, name="attn_norm")(x_BTD), angles)
         x_BTD += self.feed(make_norm(self.config, self.runtime.dtype, name="mlp_norm")(x_BTD))
@@ -118,6 +119,7 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        """Hidden states after the final norm; the head is the loss's business."""
         config = self.config
         x_BTD, angles = self.embed(tokens_BT), self.angles(tokens_BT.shape[1])
         mixes = self.plan.is_mixed and not self.is_initializing()
@@ -134,7 +136,7 @@ class Decoder(nn.Module):
             remat(Block, policy, prevent_cse=not is_loop),
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=nn.broadcast,
+            in_axes=nn.broadcast,  # type: ignore[arg-type]  # Flax annotates less than it takes
             length=self.config.num_layers,
         )
         return scanned(self.config, self.runtime, name="layers")(x_BTD, angles)[0]

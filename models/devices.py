@@ -84,9 +84,7 @@ def _fused_kernel(devices: Sequence[Any]) -> Kernel:
     return Kernel.SPLASH if devices[0].platform == "tpu" else Kernel.XLA
 
 
-def _what_is_missing(
-    kernel: Kernel, devices: Sequence[Any], *, config: DecoderConfig, seq: int, dtype: jnp.dtype
-) -> str | None:
+def _what_is_missing(kernel: Kernel, devices: Sequence[Any], *, config: DecoderConfig, seq: int, dtype: jnp.dtype) -> str | None:
     """Why the kernel can't run here, None when it can."""
     match kernel:
         case Kernel.XLA:

@@ -5,8 +5,6 @@ Parameters are f32, computing happens in `dtype`. Norms take their statistics in
 Legend: B batch, T tokens, D width in, F width out, H heads, K width of a head.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -17,8 +15,7 @@ from models.sharding import FSDP, Axis, Layout, constrain, parameter_axes
 WEIGHT_INIT = nn.initializers.normal(stddev=0.02)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def project(x_BTD: jax.Array, kernel_DF: jax.Array, layout: Layout, axes: tuple[Axis, ...]) -> jax.Array:
+def _project(x_BTD: jax.Array, kernel_DF: jax.Array, layout: Layout, axes: tuple[Axis, ...]) -> jax.Array:
     """`x @ kernel` in the dtype of `x`, the kernel's fsdp shards brought together for it.
 
     A custom VJP for three reasons. Between forward and backward only the f32 shard is kept, which is there anyway: by default the
@@ -44,7 +41,7 @@ def _project_forward(
     x_BTD: jax.Array, kernel_DF: jax.Array, layout: Layout, axes: tuple[Axis, ...]
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     # Not by calling `project`: policies do not look into a custom VJP that is called, `dots` would save nothing here.
-    return x_BTD @ _gathered(kernel_DF, x_BTD.dtype, layout, axes), (x_BTD, kernel_DF)
+    return _project(x_BTD, kernel_DF, layout, axes), (x_BTD, kernel_DF)
 
 
 def _project_backward(
@@ -56,6 +53,7 @@ def _project_backward(
     return d_x_BTD, d_kernel_DF.astype(kernel_DF.dtype)
 
 
+project = jax.custom_vjp(_project, nondiff_argnums=(2, 3))
 project.defvjp(_project_forward, _project_backward)
 
 
@@ -76,6 +74,7 @@ class Projection(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """The projected input."""
         shape = (x_BTD.shape[-1], self.num_features)
         kernel_DF = self.param("kernel", WEIGHT_INIT, shape, jnp.float32)
         axes = parameter_axes((self.name or "", "kernel"), shape, self.layout)

@@ -8,14 +8,15 @@ are brought together: the head's gradient is then never whole on a device.
 Legend: B batch, T tokens of a sequence, C tokens of a chunk, D model width, V vocabulary.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
 from models.sharding import BATCH, DATA, FSDP, TENSOR, Layout, constrain
 
 VOCABULARY = (FSDP, TENSOR)
+
+# The loss and its gradients with respect to hidden states and head, so far.
+_Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def chunked_cross_entropy(
@@ -44,8 +45,7 @@ def chunked_cross_entropy(
     return total / jnp.maximum(weights_BT.sum(), 1e-6)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _summed_cross_entropy(
+def _sum(
     hidden_BTD: jax.Array, head_VD: jax.Array, labels_BT: jax.Array, weights_BT: jax.Array, num_chunks: int, layout: Layout
 ) -> jax.Array:
     return _forward(hidden_BTD, head_VD, labels_BT, weights_BT, num_chunks, layout)[0]
@@ -57,7 +57,7 @@ def _forward(
     table_VD = constrain(head_VD.astype(hidden_BTD.dtype), layout, VOCABULARY)
     size = hidden_BTD.shape[1] // num_chunks
 
-    def step(carry: tuple[jax.Array, jax.Array, jax.Array], index: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+    def step(carry: _Sums, index: jax.Array) -> tuple[_Sums, None]:
         loss, d_hidden_BTD, d_head_VD = carry
         h_BCD, labels_BC, weights_BC = (
             jax.lax.dynamic_slice_in_dim(x, index * size, size, axis=1) for x in (hidden_BTD, labels_BT, weights_BT)
@@ -102,4 +102,5 @@ def _backward(
     return (d_hidden_BTD * scale).astype(d_hidden_BTD.dtype), d_head_VD * scale, None, None
 
 
+_summed_cross_entropy = jax.custom_vjp(_sum, nondiff_argnums=(4, 5))
 _summed_cross_entropy.defvjp(_forward, _backward)

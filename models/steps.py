@@ -110,7 +110,8 @@ def _check_sizes(config: DecoderConfig, layout: Layout, options: StepOptions) ->
     if options.batch % parts:
         near = max(parts, options.batch - options.batch % parts)
         raise StepError(
-            f"batch={options.batch} can't be split over data x fsdp = {parts} devices; give a multiple of {parts}, like batch={near}."
+            f"batch={options.batch} can't be split over data x fsdp = {parts} devices; "
+            f"give a multiple of {parts}, like batch={near}."
         )
     tensor = layout.axis_size(TENSOR)
     for what, count in (("key/value heads", config.num_kv_heads), ("MLP width", config.d_ff)):

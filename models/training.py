@@ -52,7 +52,7 @@ def loss_fn(params: Parameters, batch: Batch, *, model: Decoder, chunk: int) -> 
         model: The decoder.
         chunk: Tokens of each sequence whose logits exist at a time.
     """
-    hidden_BTD = model.apply({"params": params}, batch["tokens"])
+    hidden_BTD: Any = model.apply({"params": params}, batch["tokens"])
     head_VD = params["embedding" if model.config.has_tied_head else "head"]
     layout = model.runtime.layout
     return chunked_cross_entropy(hidden_BTD, head_VD, batch["labels"], batch["weights"], chunk=chunk, layout=layout)

@@ -46,7 +46,13 @@ class Partition:
 
 
 def causal_attention(
-    q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, kernel: Kernel, partition: Partition | None = None, name: str = "attn"
+    q_BTHK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    *,
+    kernel: Kernel,
+    partition: Partition | None = None,
+    name: str = "attn",
 ) -> jax.Array:
     """softmax(q k^T / sqrt(K)) v over the keys up to each query.
 
@@ -70,8 +76,7 @@ def causal_attention(
             assert_never(kernel)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _fused_attention(
+def _fused_context(
     q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, kernel: Kernel, partition: Partition | None, name: str
 ) -> jax.Array:
     return _fused_forward(q_BTHK, k_BSGK, v_BSGK, kernel, partition, name)[0]
@@ -91,14 +96,20 @@ def _fused_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     del name
     run = _cudnn_backward if kernel is Kernel.CUDNN else _splash_backward
-    return _on_each_device(run, partition, (*residuals, d_out_BTHK), ranks=(4, 4, 4))
+    d_q_BTHK, d_k_BSGK, d_v_BSGK = _on_each_device(run, partition, (*residuals, d_out_BTHK), ranks=(4, 4, 4))
+    return d_q_BTHK, d_k_BSGK, d_v_BSGK
 
 
+_fused_attention = jax.custom_vjp(_fused_context, nondiff_argnums=(3, 4, 5))
 _fused_attention.defvjp(_fused_forward, _fused_backward)
 
 
 def _on_each_device(
-    run: Callable[..., tuple[jax.Array, ...]], partition: Partition | None, operands: tuple[jax.Array, ...], *, ranks: tuple[int, ...]
+    run: Callable[..., tuple[jax.Array, ...]],
+    partition: Partition | None,
+    operands: tuple[jax.Array, ...],
+    *,
+    ranks: tuple[int, ...],
 ) -> tuple[jax.Array, ...]:
     """Runs a kernel on each device's part: the compiler can't split it. Rank 4 is (B, T, H, K), rank 3 statistics (B, H, T).
 
@@ -153,8 +164,16 @@ def _splash_kernel(q_BTHK: jax.Array) -> Callable[..., Any]:
 
     num_tokens, num_heads = q_BTHK.shape[1:3]
     size = next(block for block in SPLASH_BLOCKS if num_tokens % block == 0)
-    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-    blocks = splash.BlockSizes(**{f"block_{name}": size for name in names})
+    blocks = splash.BlockSizes(
+        block_q=size,
+        block_kv=size,
+        block_kv_compute=size,
+        block_q_dkv=size,
+        block_kv_dkv=size,
+        block_kv_dkv_compute=size,
+        block_q_dq=size,
+        block_kv_dq=size,
+    )
     mask = splash.MultiHeadMask([splash.CausalMask((num_tokens, num_tokens))] * num_heads)
     return splash.make_splash_mha(mask, block_sizes=blocks, head_shards=1, q_seq_shards=1)
 
@@ -174,16 +193,15 @@ def xla_attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> ja
 _ALGORITHMS = {"bfloat16": jax.lax.DotAlgorithmPreset.BF16_BF16_F32, "float16": jax.lax.DotAlgorithmPreset.F16_F16_F32}
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _causal_softmax(logits: jax.Array, scale: float, dtype: jnp.dtype) -> jax.Array:
-    """Softmax over the keys up to each query, of logits (..., T, S). A custom VJP, so that only the rounded result is kept."""
+def _masked_softmax(logits: jax.Array, scale: float, dtype: jnp.dtype) -> jax.Array:
+    """Softmax over the keys up to each query, of logits (..., T, S)."""
     num_queries, num_keys = logits.shape[-2:]
     visible = jnp.arange(num_queries)[:, None] >= jnp.arange(num_keys)
     return jax.nn.softmax(jnp.where(visible, logits * scale, -jnp.inf), axis=-1).astype(dtype)
 
 
 def _softmax_forward(logits: jax.Array, scale: float, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    probabilities = _causal_softmax(logits, scale, dtype)
+    probabilities = _masked_softmax(logits, scale, dtype)
     return probabilities, probabilities
 
 
@@ -193,4 +211,6 @@ def _softmax_backward(scale: float, dtype: jnp.dtype, probabilities: jax.Array, 
     return (scale * (weighted - probabilities.astype(jnp.float32) * weighted.sum(-1, keepdims=True)),)
 
 
+# A custom VJP, so that only the rounded result is kept.
+_causal_softmax = jax.custom_vjp(_masked_softmax, nondiff_argnums=(1, 2))
 _causal_softmax.defvjp(_softmax_forward, _softmax_backward)

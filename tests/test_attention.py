@@ -56,7 +56,9 @@ KERNELS = {Kernel.CUDNN: ("dot_product_attention_fwd", 1), Kernel.SPLASH: ("pall
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
-@pytest.mark.parametrize(("policy", "num_reruns"), [("none", 0), ("full", 1), ("save(q,k,v)", 1), ("save(attn)", 0), ("kernels", 0)])
+@pytest.mark.parametrize(
+    ("policy", "num_reruns"), [("none", 0), ("full", 1), ("save(q,k,v)", 1), ("save(attn)", 0), ("kernels", 0)]
+)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_saved_kernel_is_not_run_again(kernel, policy, num_reruns, is_sharded):
     """Counted where policies are decided, in the jaxpr. Splash has two backward kernels."""
