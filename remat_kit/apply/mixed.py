@@ -121,7 +121,7 @@ def run_mixed(
         layer = arrays.layer
         carry_cts = [_instantiate(ct) for ct in pick(layer.carry_wanted, cotangents[0])]
         own, shared = pick(layer.own_wanted, arrays.own), pick(layer.shared_wanted, arrays.shared)
-        gradients = carry_cts, [jnp.zeros_like(array) for array in own], [jnp.zeros_like(array) for array in shared]
+        gradients = carry_cts, [_gradient_buffer(array) for array in own], [jnp.zeros_like(array) for array in shared]
         output_cts = pick(layer.outputs_wanted, cotangents[1])
         carry_cts, own, shared = _pull_all(arrays, nodes, _index(0), kept, gradients, output_cts)
         return _spread(layer.own_wanted, own), _spread(layer.shared_wanted, shared), _spread(layer.carry_wanted, carry_cts)
@@ -135,8 +135,11 @@ def _save_all(
 ) -> tuple[Arrays, Arrays, list[Kept]]:
     parts, kept = [], []
     for node in nodes:
-        save = _save_loop if isinstance(node, Loop) else _save_groups
-        carry, outputs, kept_here = save(stack, node, base + node.start, carry, scope)
+        start = base + node.start
+        if isinstance(node, Loop):
+            carry, outputs, kept_here = _save_loop(stack, node, start, carry, scope)
+        else:
+            carry, outputs, kept_here = _save_groups(stack, node, start, carry, scope)
         parts.append(outputs)
         kept.append(kept_here)
     return carry, [jnp.concatenate(each) if len(each) > 1 else each[0] for each in zip(*parts, strict=True)], kept
@@ -181,16 +184,19 @@ def _save_groups(stack: Stack, groups: Groups, start: jax.Array, carry: Arrays, 
 
 
 def _pull_all(
-    stack: Stack, nodes: tuple[Node, ...], base: jax.Array, kept: list[Kept], gradients: Gradients, output_cts: list[object]
+    stack: Stack, nodes: tuple[Node, ...], base: jax.Array, kept: list[Kept], gradients: Gradients, output_cts: Sequence[Any]
 ) -> Gradients:
     for node, kept_here in zip(reversed(nodes), reversed(kept), strict=True):
-        pull = _pull_loop if isinstance(node, Loop) else _pull_groups
-        gradients = pull(stack, node, base + node.start, kept_here, gradients, output_cts)
+        start = base + node.start
+        if isinstance(node, Loop):
+            gradients = _pull_loop(stack, node, start, kept_here, gradients, output_cts)
+        else:
+            gradients = _pull_groups(stack, node, start, kept_here, gradients, output_cts)
     return gradients
 
 
 def _pull_loop(
-    stack: Stack, loop: Loop, start: jax.Array, kept: Kept, gradients: Gradients, output_cts: list[object]
+    stack: Stack, loop: Loop, start: jax.Array, kept: Kept, gradients: Gradients, output_cts: Sequence[Any]
 ) -> Gradients:
     layout = kept.layout
     assert layout is not None
@@ -212,7 +218,7 @@ def _pull_loop(
 
 
 def _pull_groups(
-    stack: Stack, groups: Groups, start: jax.Array, kept: Kept, gradients: Gradients, output_cts: list[object]
+    stack: Stack, groups: Groups, start: jax.Array, kept: Kept, gradients: Gradients, output_cts: Sequence[Any]
 ) -> Gradients:
     def body(gradients: Gradients, each: tuple[Arrays, jax.Array]) -> tuple[Gradients, None]:
         carry, base = each[0], start + group_length(groups) * each[1]
@@ -260,6 +266,15 @@ def _take_cotangent(cotangent: jax.Array | SymbolicZero, index: jax.Array) -> ja
 
 def _instantiate(cotangent: jax.Array | SymbolicZero) -> jax.Array:
     return _jax.zeros(cotangent.aval) if isinstance(cotangent, SymbolicZero) else cotangent
+
+
+def _gradient_buffer(array: jax.Array) -> jax.Array:
+    """Zeros that the compiler shards as it shards the array.
+
+    Zeros alone say nothing of their sharding. A layer of the array in them does, and costs nothing: its gradient overwrites it.
+    """
+    first = jax.lax.slice_in_dim(array, 0, 1)
+    return jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(array), first, 0, 0)
 
 
 def _spread(wanted: tuple[bool, ...], gradients: Arrays) -> list[jax.Array | None]:
