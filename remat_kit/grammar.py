@@ -76,9 +76,10 @@ def parse_policy(text: str) -> Policy:
     """
     plan = parse_plan(text)
     stack, part = plan.parts[0]
-    if len(plan.parts) > 1 or stack is not None or len(part.segments) > 1 or part.segments[0].num_layers is not None:
-        raise PolicyError(f"{text!r} is a plan for a stack of layers; here one policy is taken, like {part.segments[0].policy}.")
-    return part.segments[0].policy
+    segment, *others = part.segments
+    if len(plan.parts) > 1 or stack is not None or others or segment.num_layers is not None:
+        raise PolicyError(f"{text!r} is a plan for a stack of layers; here one policy is taken, like {segment.policy}.")
+    return segment.policy
 
 
 class _Reader:
