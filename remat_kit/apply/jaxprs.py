@@ -141,6 +141,6 @@ def _read(env: dict[Var, jax.Array], atom: Var | Literal) -> jax.Array:
     return atom.val if isinstance(atom, Literal) else env[atom]
 
 
-def _closed(jaxpr: object) -> ClosedJaxpr:
+def _closed(jaxpr: Any) -> ClosedJaxpr:
     """Jaxprs in parameters are open in 0.10, and closed in 0.12 as every jaxpr is there."""
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, [])

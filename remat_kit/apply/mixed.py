@@ -7,7 +7,7 @@ each layer's gradient into one carried buffer `[L, …]`. Scopes `remat_kit.forw
 mark what the loops do in the compiled program; of nested ones, the innermost counts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -142,7 +142,7 @@ def _save_all(
             carry, outputs, kept_here = _save_groups(stack, node, start, carry, scope)
         parts.append(outputs)
         kept.append(kept_here)
-    return carry, [jnp.concatenate(each) if len(each) > 1 else each[0] for each in zip(*parts, strict=True)], kept
+    return carry, [jnp.concatenate(each) if len(parts) > 1 else each[0] for each in map(list, zip(*parts, strict=True))], kept
 
 
 def _save_loop(stack: Stack, loop: Loop, start: jax.Array, carry: Arrays, scope: str) -> tuple[Arrays, Arrays, Kept]:
@@ -260,7 +260,7 @@ def _put(buffer: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
 
 def _take_cotangent(cotangent: jax.Array | SymbolicZero, index: jax.Array) -> jax.Array:
     if isinstance(cotangent, SymbolicZero):
-        return _jax.zeros(mapped_aval(cotangent.shape[0], 0, cotangent.aval))
+        return _jax.zeros(mapped_aval(cotangent.shape[0], 0, cotangent.aval))  # type: ignore[index]
     return _take([cotangent], index)[0]
 
 
