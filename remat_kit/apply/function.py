@@ -186,9 +186,7 @@ def checkpointed(
     fn: Callable[..., Any], wrapping: Wrapping, *, num_constants: int = 0, find_weights: FindWeights | None = None
 ) -> Callable[..., Any]:
     """`checkpoint` of a function whose first `num_constants` arguments are no arrays; warns where it wraps a whole loss."""
-    run = checkpoint(
-        fn, wrapping.policy, prevent_cse=wrapping.prevent_cse, num_static=num_constants, find_weights=find_weights
-    )
+    run = checkpoint(fn, wrapping.policy, prevent_cse=wrapping.prevent_cse, num_static=num_constants, find_weights=find_weights)
 
     def call(*args: Any) -> Any:
         result = run(*args)
