@@ -6,6 +6,7 @@ Errors are one message on standard error, without a traceback unless `--tracebac
 import contextlib
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
@@ -87,6 +88,7 @@ def compare(
 
     STEP is a step factory, module:function, like models:gpt2_small.
     """
+    _check_folder(out)
     with _errors_as_messages(show_traceback=traceback):
         with _progress() as advance:
             comparison = compare_verb(
@@ -215,12 +217,37 @@ def _patterns(text: str) -> dict[str, str]:
 
 
 def _write(comparison: Comparison, form: str, out: Path | None) -> None:
-    if form == "table":
-        with contextlib.nullcontext(sys.stdout) if out is None else out.open("w", encoding="utf-8") as stream:
-            write_table(comparison, _console(stream))
-        return
-    text = comparison_json(comparison) if form == "json" else comparison_markdown(comparison)
+    """Writes a report; a file is there whole or not at all."""
     if out is None:
-        click.echo(text, nl=False)
+        _print(comparison, form, sys.stdout)
+        return
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=out.parent, delete=False) as stream:
+        try:
+            _print(comparison, form, stream)
+        except BaseException:
+            os.unlink(stream.name)
+            raise
+    os.chmod(stream.name, 0o666 & ~_umask())
+    os.replace(stream.name, out)
+
+
+def _print(comparison: Comparison, form: str, stream: IO[str]) -> None:
+    if form == "table":
+        write_table(comparison, _console(stream))
     else:
-        out.write_text(text, encoding="utf-8")
+        stream.write(comparison_json(comparison) if form == "json" else comparison_markdown(comparison))
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _check_folder(out: Path | None) -> None:
+    if out is not None and not os.access(out.parent, os.W_OK | os.X_OK):
+        raise click.BadParameter(f"there is no folder {str(out.parent)!r} to write to.", param_hint="--out")
+
+
+if __name__ == "__main__":
+    main()

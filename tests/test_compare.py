@@ -121,6 +121,8 @@ BAD = [
     (["--memory-fraction", "2"], "not a part of the memory"),
     (["--xla", "xla_no_such_flag=1"], "xla_no_such_flag"),
     (["--timeout", "0"], "timeout"),
+    (["--out", "nosuch/rows.json"], "no folder 'nosuch'"),
+    (["--wrap", "layers/*"], "is not NAME=VALUE"),
 ]
 
 
