@@ -193,7 +193,8 @@ def test_named_arguments_stay_as_they_are_though_they_are_arrays():
     table = jax.numpy.arange(4)
     with pytest.raises(jax.errors.ConcretizationTypeError):
         remat(take, "full")(X, table)
-    for static in ({"static_argnames": ("table",)}, {"static_argnums": (1,)}, {"static_argnums": -1}):
+    ways: tuple[dict[str, Any], ...] = ({"static_argnames": ("table",)}, {"static_argnums": (1,)}, {"static_argnums": -1})
+    for static in ways:
         assert_equal(remat(take, "full", **static)(X, table), X * 6)
         assert_equal(remat(take, "full", **static)(X, table=table), X * 6)
 

@@ -1,6 +1,8 @@
 """`remat` on Flax modules that hold more than parameters: names, batch statistics, dropout, sown values, setup, other methods."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -29,7 +31,7 @@ class Blk(nn.Module):
 
 
 class WithSetup(nn.Module):
-    wrap: object
+    wrap: Callable[..., Any]
 
     def setup(self):
         self.first = self.wrap(Blk())
@@ -42,7 +44,7 @@ class WithSetup(nn.Module):
 class Net(nn.Module):
     """Auto-named blocks, one in a loop of the model's own and one behind `setup`."""
 
-    wrap: object
+    wrap: Callable[..., Any]
 
     @nn.compact
     def __call__(self, x, train):
@@ -111,7 +113,7 @@ def test_linen_batch_norm_takes_a_keyword_flag():
 
 def test_a_linen_function_may_make_submodules():
     class Model(nn.Module):
-        wrap: object
+        wrap: Callable[..., Any]
 
         @nn.compact
         def __call__(self, x):
@@ -313,7 +315,7 @@ def test_the_names_a_linen_method_saves_are_in_the_residuals():
         def __call__(self, x):
             return x + self.mlp(x)
 
-    model = Model()
+    model: Any = Model()
     variables = model.init(KEYS, X)
     assert sorted(variables["params"]) == ["down", "up"]
-    assert residual_names(lambda variables: (model.apply(variables, X) ** 2).sum(), variables) == ["up"]
+    assert residual_names(lambda variables: jnp.square(model.apply(variables, X)).sum(), variables) == ["up"]

@@ -1,6 +1,8 @@
 """`rematerialize`: policies by module path, for Linen and NNX models as they are; the trace key, nesting, threads, complaints."""
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -38,7 +40,7 @@ class Lm(nn.Module):
 
 
 class ScanLm(nn.Module):
-    wrap: object = staticmethod(lambda block: block)
+    wrap: Callable[..., Any] = staticmethod(lambda block: block)
 
     @nn.compact
     def __call__(self, x):
@@ -71,13 +73,13 @@ class NnxLm(nnx.Module):
         return x
 
 
-MODEL = Lm()
+MODEL: Any = Lm()
 PARAMS = MODEL.init(jax.random.key(1), X)
 BETWEEN = ["h_0", "h_1", "h_2"]  # what each layer hands to the next is that one's input, and stays
 
 
 def loss(params, x=X):
-    return (MODEL.apply(params, x) ** 2).mean()
+    return jnp.square(MODEL.apply(params, x)).mean()
 
 
 def under(policies, fn=loss, **options):
@@ -132,7 +134,10 @@ def test_parameters_made_in_the_context_are_the_same():
 
 
 def test_a_jit_made_before_is_traced_again_and_one_made_inside_does_not_leak():
+    traces = []
+
     def fresh(params):
+        traces.append(1)
         return loss(params)
 
     before = jax.jit(fresh)
@@ -146,7 +151,9 @@ def test_a_jit_made_before_is_traced_again_and_one_made_inside_does_not_leak():
             assert regions_now(before, PARAMS) == 4
         assert regions_now(before, PARAMS) == 3
     assert regions_now(before, PARAMS) == regions_now(inside, PARAMS) == 0
-    assert before._cache_size() == 2  # without the context, and within
+    num_traces = len(traces)
+    before(PARAMS)
+    assert len(traces) == num_traces
 
 
 def test_the_second_entering_compiles_nothing_and_is_no_error():
@@ -200,9 +207,9 @@ def test_an_error_inside_leaves_the_context_and_is_not_replaced():
 
 
 def test_scanned_layers_have_one_path_and_may_be_rematerialized_within_the_loop():
-    model = ScanLm()
+    model: Any = ScanLm()
     params = model.init(jax.random.key(1), X)
-    run = lambda params: (model.apply(params, X) ** 2).mean()  # noqa: E731
+    run = lambda params: jnp.square(model.apply(params, X)).mean()  # noqa: E731
     saving = rematerialize({"layers/block": "save(layers/block/mlp/up)"})(run)
     assert regions_now(saving, params) == 1
     assert_close(jax.jit(jax.grad(saving))(params), jax.jit(jax.grad(run))(params))
