@@ -47,7 +47,7 @@ lint: $(STAMP) ## Format, lint, types and import contracts, checked.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 
 format: $(STAMP) ## Format, and fix what ruff can fix.
 	$(BIN)/ruff format .
