@@ -83,8 +83,8 @@ def print_memory(model: str, targets: Sequence[str]) -> bool:
     is_good = True
     for target in targets:
         rows = [row for row in comparison.rows if row.target == target]
-        totals = [row.total_bytes for row in rows]
-        if None in totals:
+        totals = [row.total_bytes for row in rows if row.total_bytes is not None]
+        if len(totals) < len(rows):
             _say(f"{target}: {next(row.reason for row in rows if row.total_bytes is None)}")
             return False
         first, last = totals[0], totals[-1]
@@ -92,7 +92,7 @@ def print_memory(model: str, targets: Sequence[str]) -> bool:
             above = (total - first) / (last - first) - count / NUM_LAYERS
             is_good &= above <= 0.03
             _say(
-                f"{target:12} {count:3} saved  {total / 2**30:8.3f} GiB  {above:+7.1%} of the line  compile {row.compile_s:5.1f} s"
+                f"{target:12} {count:3} saved {total / 2**30:8.3f} GiB  {above:+7.1%} of the line, compile {row.compile_s:5.1f} s"
             )
         is_good &= totals == sorted(totals)
     return is_good

@@ -36,7 +36,7 @@ def stack(
     *,
     xs: Any = None,
     consts: Any = None,
-    key: jax.Array | None = None,
+    key: Any = None,
     group: GroupOption = None,
     unroll: int = 1,
 ) -> Result:
@@ -51,7 +51,7 @@ def stack(
             segment that saves most last: it is consumed first.
         xs: Per-layer inputs, each `[L, …]`; a layer gets its slice.
         consts: Inputs that all layers get.
-        key: A random key; a layer gets `jax.random.fold_in(key, index_of_layer)`, whatever the plan.
+        key: A random key, or a pytree of them; a layer gets `jax.random.fold_in(key, index_of_layer)`, whatever the plan.
         group: Keeps, of the layers under `full`, the inputs of only every k-th one: a number k, or `"sqrt"` for k near the square
             root of a segment's length. Costs one more forward pass. `"recursive"` nests groups of two: memory and extra forward
             passes grow with the logarithm of the length.
@@ -120,17 +120,26 @@ class _Layer:
 
     def __call__(self, own: Any, shared: Any, index: jax.Array, carry: Any) -> tuple[Any, Any]:
         (params, xs), (consts, key) = own, shared
-        given = {"xs": xs, "consts": consts, "key": None if key is None else jax.random.fold_in(key, index)}
+        given = {"xs": xs, "consts": consts, "key": jax.tree.map(lambda key: jax.random.fold_in(key, index), key)}
         if self.names_input:
             carry = jax.tree.map(lambda array: checkpoint_name(array, BLOCK_INPUT), carry)
         result = self.block(params, carry, **{name: value for name, value in given.items() if value is not None})
-        types = _types(carry)
-        if _types(result) == types:
-            return result, None
-        if isinstance(result, tuple) and len(result) == 2 and _types(result[0]) == types:
-            self.has_outputs = True
-            return result
-        raise StepError(_mismatch(carry, result))
+        self.has_outputs, carry, outputs = split_result(result, carry)
+        return carry, outputs
+
+
+def split_result(result: Any, carry: Any) -> tuple[bool, Any, Any]:
+    """What a block returned: whether that is a pair, the next `x`, and the outputs (None without).
+
+    Raises:
+        StepError: The next `x` has other types than `carry`.
+    """
+    types = _types(carry)
+    if _types(result) == types:
+        return False, result, None
+    if isinstance(result, tuple) and len(result) == 2 and _types(result[0]) == types:
+        return True, *result
+    raise StepError(_mismatch(carry, result))
 
 
 def _run_uniform(

@@ -1,0 +1,100 @@
+"""`stack_module` against `nn.scan`: parameter tree, outputs, gradients, masks."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from apply_oracles import assert_close, assert_equal
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+
+from remat_kit.apply.linen_stack import stack_module
+from remat_kit.errors import ApplyError
+
+L, B, D = 4, 2, 6
+X = jax.random.normal(jax.random.key(1), (B, D))
+BIAS = jnp.linspace(0, 1, D)
+PLANS = ("none", "full", "full*1 | save(h)*2 | none*1")
+
+
+class Block(nn.Module):
+    width: int
+
+    @nn.compact
+    def __call__(self, x, bias, *, train):
+        h = checkpoint_name(nn.Dense(self.width, name="up")(nn.LayerNorm()(x)), "h")
+        h = nn.Dropout(0.5, deterministic=not train)(jnp.tanh(h))
+        return x + nn.Dense(x.shape[-1], name="down")(h) + bias
+
+
+class Model(nn.Module):
+    plan: str
+
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Dense(D)(x)
+        return stack_module(Block, num_layers=L, plan=self.plan)(10, name="layers")(x, BIAS, train=train)
+
+
+class ScanModel(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Dense(D)(x)
+        scan = nn.scan(
+            lambda block, x, _: (block(x, BIAS, train=train), None),
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            length=L,
+        )
+        return scan(Block(10, name="layers"), x, None)[0]
+
+
+@pytest.fixture(scope="module")
+def params():
+    return ScanModel().init(jax.random.key(0), X, False)["params"]
+
+
+def gradients(model, params, *, train, seed=5):
+    def loss(params):
+        return (model.apply({"params": params}, X, train, rngs={"dropout": jax.random.key(seed)}) ** 2).sum()
+
+    return jax.jit(jax.value_and_grad(loss))(params)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_same_as_scan(plan, params):
+    assert_equal(Model(plan).init(jax.random.key(0), X, False)["params"], params)
+    assert_close(gradients(Model(plan), params, train=False), gradients(ScanModel(), params, train=False))
+
+
+def test_masks_are_the_same_whatever_the_plan(params):
+    plain, *others = (gradients(Model(plan), params, train=True) for plan in PLANS)
+    for other in others:
+        assert_close(other, plain)
+    assert float(plain[0]) != float(gradients(Model("none"), params, train=True, seed=6)[0])
+    assert float(plain[0]) != float(gradients(Model("none"), params, train=False)[0])
+
+
+def test_second_results_are_stacked():
+    class Pair(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            y = nn.Dense(D)(x)
+            return y, y.mean()
+
+    model = stack_module(Pair, num_layers=L, plan="full*2 | none*2")()
+    y, variables = model.init_with_output(jax.random.key(0), X)
+    assert y[1].shape == (L,)
+    assert_close(model.apply(variables, X), y)
+
+
+def test_other_variables_are_refused():
+    class Normed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            self.sow("intermediates", "x", x)
+            return nn.Dense(D)(x)
+
+    model = stack_module(Normed, num_layers=L, plan="full")()
+    variables = model.init(jax.random.key(0), X)
+    with pytest.raises(ApplyError, match="only params are carried"):
+        model.apply({"params": variables["params"]}, X, mutable=["intermediates"])
