@@ -85,7 +85,7 @@ def print_memory(model: str, targets: Sequence[str]) -> bool:
         rows = [row for row in comparison.rows if row.target == target]
         totals = [row.total_bytes for row in rows if row.total_bytes is not None]
         if len(totals) < len(rows):
-            _say(f"{target}: {next(row.reason for row in rows if row.total_bytes is None)}")
+            _say(f"{target}: {next(row.error for row in rows if row.total_bytes is None)}")
             return False
         first, last = totals[0], totals[-1]
         for count, total, row in zip(counts, totals, rows, strict=True):
