@@ -10,7 +10,16 @@ if TYPE_CHECKING:
     from remat_kit.apply.function import remat
     from remat_kit.apply.paths import rematerialize
     from remat_kit.apply.stack import stack
-    from remat_kit.errors import BudgetError, CompileError, PolicyError, RematKitError, StepError, TargetError
+    from remat_kit.errors import (
+        ApplyError,
+        BudgetError,
+        CompileError,
+        PolicyError,
+        RematKitError,
+        RematWarning,
+        StepError,
+        TargetError,
+    )
     from remat_kit.grammar import parse_plan, parse_policy
     from remat_kit.policy import Plan, Policies, Policy, StackPlan
     from remat_kit.presets import resolve
@@ -19,6 +28,7 @@ if TYPE_CHECKING:
     from remat_kit.verbs.compare import compare
 
 _MODULES = {
+    "ApplyError": "errors",
     "BudgetError": "errors",
     "CompileError": "errors",
     "Knobs": "step",
@@ -27,6 +37,7 @@ _MODULES = {
     "Policy": "policy",
     "PolicyError": "errors",
     "RematKitError": "errors",
+    "RematWarning": "errors",
     "Stack": "step",
     "StackPlan": "policy",
     "Step": "step",
@@ -44,6 +55,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "ApplyError",
     "BudgetError",
     "CompileError",
     "Knobs",
@@ -52,6 +64,7 @@ __all__ = [
     "Policy",
     "PolicyError",
     "RematKitError",
+    "RematWarning",
     "Stack",
     "StackPlan",
     "Step",

@@ -40,7 +40,11 @@ _traceback = click.option("--traceback", is_flag=True, help="Show the full trace
 
 
 _wrap = click.option(
-    "--wrap", "wraps", multiple=True, metavar="PATTERN=POLICY", help="A row more: policy for modules by path; several with ';'."
+    "--wrap",
+    "wraps",
+    multiple=True,
+    metavar="PATTERN=POLICY",
+    help="A policy for modules by path, without editing the model; several patterns with ';'.",
 )
 _set = click.option("--set", "settings", multiple=True, metavar="OPTION=VALUE", help="Option of the step factory.")
 

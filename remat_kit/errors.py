@@ -63,5 +63,5 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
         >>> nearest("ful", ["full", "none"])
         " Did you mean 'full'?"
     """
-    close = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.6)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -37,7 +37,7 @@ def policy_text(text: str) -> str:
         return text
     try:
         return " ".join(Path(text[1:]).read_text(encoding="utf-8").split())
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise PolicyError(f"can't read a policy from {text[1:]!r}: {error}.") from None
 
 

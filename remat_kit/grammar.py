@@ -42,7 +42,7 @@ _WORDS = ("none", "full", *PRESETS, *Kind)
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _WORD = re.compile(rf"{_STRING}|[A-Za-z0-9_.\-/:@\[\]]+")
 _NAME = re.compile(rf"{_STRING}|[A-Za-z0-9_.\-/:@\[\]*]+")
-_NUMBER = re.compile(r"-?\d+")
+_NUMBER = re.compile(r"-?\d{1,9}")
 
 
 def parse_plan(text: str) -> Plan:
@@ -174,7 +174,7 @@ class _Reader:
             raise PolicyError(f"smaller({text}): {error}") from None
 
     def number(self, text: str) -> int:
-        if not text.isdecimal():
+        if not text.isdecimal() or len(text) > 9:
             raise PolicyError(f"cheap({text}): expected a whole number of FLOPs per byte, like cheap(8).")
         return int(text)
 
@@ -208,4 +208,9 @@ class _Reader:
 
 
 def _unquote(word: str) -> str:
-    return json.loads(word) if word.startswith('"') else word
+    if not word.startswith('"'):
+        return word
+    try:
+        return json.loads(word)
+    except json.JSONDecodeError as error:
+        raise PolicyError(f"{word} is not a quoted name: {error.msg}; inside quotes, write \\n for a line break.") from None

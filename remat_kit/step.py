@@ -42,6 +42,12 @@ class Stack:
     accepts_mixed: bool = False
     roles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise StepError(f"a Stack needs a name, like Stack(name='layers', num_layers=12), not {self.name!r}.")
+        if not isinstance(self.num_layers, int) or self.num_layers < 1:
+            raise StepError(f"stack {self.name!r}: num_layers={self.num_layers!r} must be a whole number of at least 1.")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:

@@ -10,6 +10,7 @@ from remat_kit.errors import BudgetError
 
 _BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_LARGEST_BYTES = 2**60
 _BYTES = re.compile(r"(?P<number>\d+(\.\d*)?|\.\d+)\s*(?P<prefix>[kmgt]?)(?P<kind>i?b?)", re.IGNORECASE)
 
 
@@ -74,4 +75,7 @@ def parse_bytes(text: str) -> int:
         raise BudgetError(f"{text!r} is not an amount of memory. Write a number and a unit, like 16GiB, 500MB or 1048576.")
     kind = match["kind"].lower()
     scale = (_DECIMAL if kind == "b" else _BINARY)[match["prefix"].lower()]
-    return round(float(match["number"]) * scale)
+    num_bytes = float(match["number"]) * scale
+    if num_bytes > _LARGEST_BYTES:
+        raise BudgetError(f"{text[:40]!r} is more memory than there is.")
+    return round(num_bytes)

@@ -50,7 +50,7 @@ class Constants:
     """
 
     tree: Any
-    values: tuple[tuple[type, Any] | None, ...]
+    values: tuple[tuple[Any, Any] | None, ...]
 
     @property
     def are_plain(self) -> bool:
@@ -119,9 +119,10 @@ def join_arguments(constants: Constants, leaves: Iterable[Any]) -> tuple[tuple[A
     return jax.tree.unflatten(constants.tree, [next(rest) if pair is None else pair[1] for pair in constants.values])
 
 
-def _typed(leaf: Any) -> tuple[type, Any]:
+def _typed(leaf: Any) -> tuple[Any, Any]:
     value = leaf.value if isinstance(leaf, _Static) else leaf
-    return type(value), value
+    # 1 == True and 0.0 == -0.0, and 1.0 == 1 inside a tuple, but not for the code that reads them.
+    return ((type(value), repr(value)) if _is_plain(value) else type(value)), value
 
 
 def _is_plain(value: Any) -> bool:

@@ -20,7 +20,7 @@ import jax
 from remat_kit import _jax
 from remat_kit.apply.arguments import Constants, StaticArguments, join_arguments, split_arguments, static_arguments
 from remat_kit.apply.checkpoint import FindWeights, checkpoint
-from remat_kit.errors import PolicyError, RematWarning
+from remat_kit.errors import ApplyError, PolicyError, RematWarning
 from remat_kit.grammar import parse_policy
 from remat_kit.policy import NoRemat, Policy, Preset, Remat, StackPlan
 
@@ -61,9 +61,17 @@ class Wrapping:
 
 def as_policy(policy: Policy | StackPlan | str) -> Policy:
     """Reads whatever a caller may give as one policy: a record, a uniform plan of a stack, or a text."""
-    if isinstance(policy, str):
-        return parse_policy(policy)
-    return policy.policy if isinstance(policy, StackPlan) else policy
+    match policy:
+        case str():
+            return parse_policy(policy)
+        case StackPlan():
+            return policy.policy
+        case NoRemat() | Preset() | Remat():
+            return policy
+        case _:
+            raise PolicyError(
+                f"{policy!r} is no policy: give a text like 'save(q,k)', 'full' or 'none', or what parse_policy returns."
+            )
 
 
 def rules_of(policy: Policy | StackPlan | str) -> Remat | None:
@@ -134,6 +142,8 @@ def remat(
     found = rules_of(policy)
     if found is None:
         return target
+    if not callable(target):
+        raise ApplyError(f"{target!r} can't be rematerialized: give a function, or a Linen or NNX module, class or method.")
     argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     argnames = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
     params = (params_argnums,) if isinstance(params_argnums, int) else tuple(params_argnums)
@@ -178,6 +188,10 @@ def remat_function(fn: Target, wrapping: Wrapping) -> Target:
 def _flags_of_positions(constants: Constants, positions: tuple[int, ...], leaves: list[Any]) -> list[bool]:
     """Of each traced leaf of a call, whether it belongs to one of the positional arguments in question."""
     args, _ = join_arguments(constants, list(range(len(leaves))))
+    if any(not -len(args) <= position < len(args) for position in positions):
+        raise ApplyError(
+            f"params_argnums={positions}: the call gives {len(args)} positional arguments; give parameters by position."
+        )
     inside = {index for position in positions for index in jax.tree.leaves(args[position])}
     return [index in inside for index in range(len(leaves))]
 

@@ -76,6 +76,8 @@ def stack(
         >>> stack(lambda w, x: jnp.tanh(x @ w), layers, jnp.ones((2, 8)), "full*2 | none*2").shape
         (2, 8)
     """
+    if unroll < 1:
+        raise StepError(f"unroll={unroll}: a loop runs at least 1 layer an iteration.")
     num_layers = _num_layers(params, xs)
     fitted = as_stack_plan(plan).fit(num_layers)
     own, shared = (params, xs), (consts, key)
@@ -191,9 +193,8 @@ def _flat_layer(closed: ClosedJaxpr, *, num_shared: int, num_carry: int) -> Flat
 
 def _strongly_typed(array: Any) -> jax.Array:
     """Without the weak type of Python scalars, so that a carry has one type in all layers."""
-    return (
-        jax.lax.convert_element_type(array, jnp.result_type(array)) if not hasattr(array, "dtype") or array.weak_type else array
-    )
+    array = jnp.asarray(array)
+    return jax.lax.convert_element_type(array, array.dtype) if getattr(array, "weak_type", False) else array
 
 
 def _num_layers(params: Any, xs: Any) -> int:

@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, DropVar, JaxprEqn, Literal, Var
 
 from remat_kit import _jax
 from remat_kit.apply.jaxprs import run_equations, variables
 from remat_kit.apply.lowering import MATMULS, WEIGHTS_NAME
+
+_CUSTOM_DERIVATIVE = ("custom_vjp_call", "custom_jvp_call")
 
 
 def name_weight_matmuls(
@@ -62,16 +65,31 @@ def _holds_one(equation: JaxprEqn, activations: set[Var]) -> bool:
     """Whether the equation is a matmul of an activation with weights, or a call that may hold some."""
     if equation.primitive.name in MATMULS:
         return sum(atom in activations for atom in variables(equation.invars[:2])) == 1
+    if equation.primitive.name.startswith(_CUSTOM_DERIVATIVE):
+        return _multiplies_weights(_jax.inner_programs(equation)[0], [atom in activations for atom in equation.invars])
     inner = _called(equation)
     return inner is not None and any(_is_matmul_inside(each) for each in _jax.open_jaxpr(inner)[0].eqns)
+
+
+def _multiplies_weights(program: Any, are_activations: Sequence[bool]) -> bool:
+    """Whether a function with a derivative of its own, which stays whole, multiplies an activation with weights."""
+    inner, _ = _jax.open_jaxpr(program)
+    activations = {var for var, is_activation in zip(inner.invars, are_activations, strict=True) if is_activation}
+    for equation in inner.eqns:
+        if _holds_one(equation, activations):
+            return True
+        if activations.intersection(variables(equation.invars)):
+            activations.update(equation.outvars)
+    return False
 
 
 def _run_named(closed: ClosedJaxpr, equation: JaxprEqn, env: dict[Var, jax.Array], activations: set[Var]) -> None:
     inner = _called(equation)
     if inner is None:
         run_equations(closed, [equation], env)
-        (output,) = equation.outvars
-        env[output] = checkpoint_name(env[output], WEIGHTS_NAME)
+        for output in equation.outvars:
+            if not isinstance(output, DropVar) and jnp.issubdtype(output.aval.dtype, jnp.inexact):
+                env[output] = checkpoint_name(env[output], WEIGHTS_NAME)
         return
     values = [atom.val if isinstance(atom, Literal) else env[atom] for atom in equation.invars]
     are_weights = [isinstance(atom, Literal) or atom not in activations for atom in equation.invars]
@@ -85,6 +103,8 @@ def _called(equation: JaxprEqn) -> Any | None:
 
 def _is_matmul_inside(equation: JaxprEqn) -> bool:
     inner = _called(equation)
+    if equation.primitive.name.startswith(_CUSTOM_DERIVATIVE):
+        inner = _jax.inner_programs(equation)[0]
     return equation.primitive.name in MATMULS or (
         inner is not None and any(_is_matmul_inside(each) for each in _jax.open_jaxpr(inner)[0].eqns)
     )

@@ -62,7 +62,9 @@ def _verdict(target: str, comparison: Comparison) -> str:
         return f"{target}: nothing fits; the least is {least.policy} with {used}."
     if not measured:
         return f"{target}: nothing could be measured."
-    return f"{target}: not ranked{'' if measured[0].budget_bytes else ', there is no budget (--budget)'}."
+    if measured[0].budget_bytes is None:
+        return f"{target}: not ranked, there is no budget (--budget)."
+    return f"{target}: not ranked, a rate of the target is unknown, so there is no floor of the step's time."
 
 
 def _where(rows: list[CompareRow], comparison: Comparison) -> str:

@@ -16,6 +16,10 @@ _WORDS = (
     ("recompute(NAME, …)", "recompute them, whatever an earlier rule says"),
     ("dots", "keep every matrix multiplication and convolution"),
     ("dots_no_batch", "keep every matrix multiplication without batch dimensions"),
+    ("weights", "keep matmuls of an activation with parameters, also batched or under vmap"),
+    ("kernels", "keep attention and other custom kernels, with all their outputs"),
+    ("smaller(1MiB)", "keep every value of at most this size"),
+    ("cheap(8)", "recompute what costs at most 8 FLOPs for each byte of its output"),
     ("RULE+RULE", "several rules; later ones win"),
     ("POLICY*N | POLICY*M", "N layers of one policy, then M of another"),
     ("STACK=PLAN; STACK=PLAN", "a plan per stack of the step"),
@@ -31,7 +35,7 @@ def write_policies(console: Console) -> None:
         words.add_row(Text(text), Text(meaning))
     presets = Table(title="Presets", box=SIMPLE_HEAD, title_justify="left", title_style="bold")
     for column in ("name", "keeps", "roles", "source"):
-        presets.add_column(column)
+        presets.add_column(column, overflow="fold")
     for name, row in PRESETS.items():
         roles = ", ".join((*row.roles, *row.kinds))
         kept = "offloads" if row.action is Action.OFFLOAD else "saves"

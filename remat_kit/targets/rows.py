@@ -6,6 +6,7 @@ A table's name is the kind, its keys are the fields of `TargetRow` and of the pl
 
 import dataclasses
 import functools
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -160,7 +161,7 @@ def _with_base(table: object, tables: Mapping[str, Any], *, where: str) -> dict[
     if "base" not in table:
         return table
     base = table["base"]
-    if base not in tables:
+    if not isinstance(base, str) or base not in tables:
         raise TargetError(f"{where}: base = {base!r} is no target. There are {', '.join(tables)}.{nearest(str(base), tables)}")
     return {**tables[base], **{key: value for key, value in table.items() if key != "base"}}
 
@@ -198,7 +199,7 @@ def _convert(data: Mapping[str, Any], record: type[Any], *, where: str) -> Any:
     except msgspec.ValidationError as error:
         raise TargetError(f"{where}: {error}. {_OR_BASE}") from None
     for key, value in data.items():
-        if isinstance(value, int | float) and value <= 0:
+        if isinstance(value, int | float) and not 0 < value < math.inf:
             raise TargetError(f"{where}: {key} = {value} must be above 0; leave out what is unknown.")
     return found
 

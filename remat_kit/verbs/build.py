@@ -38,8 +38,11 @@ def read_options(factory: Factory, texts: Sequence[tuple[str, str]]) -> dict[str
         StepError: An unknown option, or a text that is not of the option's type.
     """
     allowed = _options(factory)
+    takes_any = any(kind is inspect.Parameter.VAR_KEYWORD for kind in _kinds_of_parameters(factory))
     values = {}
     for name, text in texts:
+        if name not in allowed and takes_any:
+            allowed[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
         if name not in allowed:
             listing = ", ".join(allowed) or "none"
             raise StepError(f"the step has no option {name!r}; its options: {listing}.{nearest(name, allowed)}")
@@ -59,7 +62,7 @@ def build(factory: Factory, policies: Policies, devices: Sequence[jax.Device], o
     except RematKitError:
         raise
     except Exception as error:
-        raise FactoryError(f"the step factory raised {type(error).__name__}: {error}{_last_frame(error)}") from error
+        raise factory_error("the step factory raised", error) from error
     if not isinstance(step, Step):
         raise StepError(f"the step factory returned {type(step).__name__}; it must return a remat_kit.Step.")
     return _place(step, devices)
@@ -85,13 +88,13 @@ def bind_plan(plan: Plan, step: Step) -> Policies:
     return Policies(tuple((stack.name, resolve_stack(policies[stack.name], stack.roles)) for stack in step.stacks))
 
 
-def check_names(plan: Plan, trace: StepTrace) -> None:
+def check_names(plan: Plan, *traces: StepTrace) -> None:
     """Checks that every name and pattern a user wrote exists in the traced step.
 
     Raises:
         PolicyError: One matches nothing; the message lists the names there are and the near miss.
     """
-    names = list(dict.fromkeys(value.name for value in trace.names))
+    names = list(dict.fromkeys(value.name for trace in traces for value in trace.names))
     for policy in plan.policies:
         for pattern in patterns(policy):
             if not any(matches(pattern, name) for name in names):
@@ -101,15 +104,19 @@ def check_names(plan: Plan, trace: StepTrace) -> None:
                 )
 
 
+def _kinds_of_parameters(factory: Factory) -> list[Any]:
+    return [parameter.kind for parameter in inspect.signature(factory).parameters.values()]
+
+
 def _options(factory: Factory) -> dict[str, inspect.Parameter]:
     parameters = list(inspect.signature(factory, eval_str=True).parameters.values())[2:]
-    skipped = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    skipped = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY)
     return {parameter.name: parameter for parameter in parameters if parameter.kind not in skipped}
 
 
 def _read(name: str, text: str, parameter: inspect.Parameter) -> Any:
     kinds = _kinds(parameter)
-    if type(None) in kinds and text.lower() == "none":
+    if (type(None) in kinds or parameter.default is None) and text.lower() == "none":
         return None
     for kind in (bool, int, float, str):
         if kind in kinds:
@@ -145,6 +152,9 @@ _READERS: Mapping[type, Callable[[str], Any]] = {bool: _read_bool, int: int, flo
 
 def _place(step: Step, devices: Sequence[jax.Device]) -> Step:
     leaves = jax.tree.leaves(step.args)
+    for leaf in leaves:
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            raise StepError(f"the step's args hold {leaf!r}: every leaf must be a jax.ShapeDtypeStruct or an array.")
     if all(getattr(leaf, "sharding", None) is not None for leaf in leaves):
         return _check_devices(step, devices)
     if len(devices) > 1:
@@ -165,6 +175,11 @@ def _check_devices(step: Step, devices: Sequence[jax.Device]) -> Step:
                 "the step's arguments live on other devices than the factory was given: build the mesh from `devices`."
             )
     return step
+
+
+def factory_error(what: str, error: Exception) -> FactoryError:
+    """An error of the user's code, with its last own frame."""
+    return FactoryError(f"{what} {type(error).__name__}: {error}{_last_frame(error)}")
 
 
 def _last_frame(error: Exception) -> str:

@@ -17,7 +17,7 @@ from remat_kit.apply.paths import rematerialize
 from remat_kit.compile.cache import Cache
 from remat_kit.compile.compiler import compile_lowered
 from remat_kit.compile.topology import devices_for, identify
-from remat_kit.errors import PolicyError
+from remat_kit.errors import PolicyError, RematKitError
 from remat_kit.grammar import parse_plan
 from remat_kit.graph import StepGraph
 from remat_kit.policy import NO_REMAT, NoRemat, Plan, Policies
@@ -25,7 +25,7 @@ from remat_kit.records import StepTrace
 from remat_kit.step import Step
 from remat_kit.targets import Target, check_abilities, load_rows, parse_target
 from remat_kit.trace import graph_of, report_graph, summarise
-from remat_kit.verbs.build import bind_plan, build, check_names, read_options
+from remat_kit.verbs.build import bind_plan, build, check_names, factory_error, read_options
 from remat_kit.verbs.question import Answer, Question, Task, load_factory
 
 
@@ -103,8 +103,8 @@ def prepare(question: Question) -> Prepared:
     plan = parse_plan(question.policy)
     baseline = _trace(question.factory, question.options, target, NO_REMAT, ())
     policies = bind_plan(plan, baseline.step)
-    check_names(plan, baseline.trace)
     traced = _trace(question.factory, question.options, target, policies, question.wraps)
+    check_names(plan, baseline.trace, traced.trace)
     _check_applied(plan, traced.trace, baseline.trace)
     check_abilities(target, dtypes=traced.trace.dtypes, kernels=tuple(kernel.name for kernel in traced.trace.kernels))
     return Prepared(target=target, baseline=baseline, traced=traced)
@@ -123,7 +123,12 @@ def _trace(
     step = build(factory, policies, devices_for(target), read_options(factory, options))
     if wraps:
         step = dataclasses.replace(step, fn=rematerialize(dict(wraps))(step.fn))
-    program = jax.jit(step.fn, donate_argnums=step.donate).trace(*step.args)
+    try:
+        program = jax.jit(step.fn, donate_argnums=step.donate).trace(*step.args)
+    except RematKitError:
+        raise
+    except Exception as error:
+        raise factory_error("tracing the step raised", error) from error
     graph = graph_of(program, step.args)
     return Traced(step=step, program=program, graph=graph, trace=summarise(graph))
 

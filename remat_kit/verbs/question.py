@@ -6,6 +6,7 @@ travel over the pipe to our own worker only, never through a file.
 
 import base64
 import importlib
+import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,10 +80,18 @@ def spell_factory(factory: str | Callable[..., object]) -> str:
         if not (module and separator and function):
             raise StepError(f"{factory!r} does not name a step factory: write module:function, like models:gpt2_small.")
         return factory
-    name = f"{factory.__module__}:{getattr(factory, '__qualname__', '')}"
-    if factory.__module__ != "__main__" and _is_importable(name, factory):
+    if not callable(factory):
+        raise StepError(f"{factory!r} is not a step factory: give f(policies, devices, **options), or its 'module:function'.")
+    module = getattr(factory, "__module__", None) or "__main__"
+    name = f"{module}:{getattr(factory, '__qualname__', '')}"
+    if module != "__main__" and _is_importable(name, factory):
         return name
-    return "pickle:" + base64.b64encode(cloudpickle.dumps(factory)).decode()
+    try:
+        return "pickle:" + base64.b64encode(cloudpickle.dumps(factory)).decode()
+    except (TypeError, pickle.PicklingError) as error:
+        raise StepError(
+            f"the step factory can't be sent to the worker process: {error}. Put it into a module of its own."
+        ) from error
 
 
 def load_factory(spelled: str) -> Callable[..., object]:
