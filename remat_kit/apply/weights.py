@@ -88,7 +88,7 @@ def _run_named(closed: ClosedJaxpr, equation: JaxprEqn, env: dict[Var, jax.Array
     if inner is None:
         run_equations(closed, [equation], env)
         for output in equation.outvars:
-            if not isinstance(output, DropVar) and jnp.issubdtype(output.aval.dtype, jnp.inexact):
+            if not isinstance(output, DropVar) and jnp.issubdtype(env[output].dtype, jnp.inexact):
                 env[output] = checkpoint_name(env[output], WEIGHTS_NAME)
         return
     values = [atom.val if isinstance(atom, Literal) else env[atom] for atom in equation.invars]
