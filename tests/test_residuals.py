@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from remat_kit import remat
+from remat_kit import RematWarning, remat
 from remat_kit.apply.stack import stack
 from remat_kit.graph import Origin, SavingFault
 from remat_kit.trace import residual_report, residuals
@@ -278,7 +278,8 @@ def test_recomputation_is_told_per_operation():
     (dot,) = (op for op in report.recomputed if op.kind == "dot_general")
     assert (dot.shape, dot.calls, dot.forward_calls, dot.flops) == ((B, F), L, L, L * 2 * B * D * F)
     assert dot.num_bytes == L * F32 * (B * D + D * F + B * F)
-    nested = residual_report(stack_loss("full", jax.checkpoint(block)), *STACK)
+    with pytest.warns(RematWarning, match="rematerialized already"):
+        nested = residual_report(stack_loss("full", jax.checkpoint(block)), *STACK)
     # The inner region makes the matmul again for its gradient; the outer one needs nothing of it.
     assert [(op.calls, op.forward_calls) for op in nested.recomputed if op.kind == "dot_general"] == [(L, L)]
 
