@@ -4,9 +4,9 @@ Errors are one message on standard error, without a traceback unless `--tracebac
 """
 
 import contextlib
+import io
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from remat_kit.budget import DEFAULT_MEMORY_FRACTION
 from remat_kit.errors import CompileError, RematKitError
 from remat_kit.export import export_policy, policy_text
+from remat_kit.files import default_mode, write_whole
 from remat_kit.records import Comparison, Status
 from remat_kit.report.json import comparison_json, residuals_json
 from remat_kit.report.markdown import comparison_markdown
@@ -221,31 +222,13 @@ def _patterns(text: str) -> dict[str, str]:
 
 
 def _write(comparison: Comparison, form: str, out: Path | None) -> None:
-    """Writes a report; a file is there whole or not at all."""
-    if out is None:
-        _print(comparison, form, sys.stdout)
-        return
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=out.parent, delete=False) as stream:
-        try:
-            _print(comparison, form, stream)
-        except BaseException:
-            os.unlink(stream.name)
-            raise
-    os.chmod(stream.name, 0o666 & ~_umask())
-    os.replace(stream.name, out)
-
-
-def _print(comparison: Comparison, form: str, stream: IO[str]) -> None:
+    stream = sys.stdout if out is None else io.StringIO()
     if form == "table":
         write_table(comparison, _console(stream))
     else:
         stream.write(comparison_json(comparison) if form == "json" else comparison_markdown(comparison))
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    if out is not None and isinstance(stream, io.StringIO):
+        write_whole(out, stream.getvalue().encode(), mode=default_mode())
 
 
 def _check_folder(out: Path | None) -> None:

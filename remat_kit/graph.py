@@ -94,6 +94,11 @@ class TracedOp:
     is_live: bool
 
 
+def is_kernel(op: TracedOp) -> bool:
+    """Whether an operation is a kernel call rather than one of JAX's own operations or a named value."""
+    return op.name is not None and op.kind != "name"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedRegion:
     """Code that is recomputed in the backward pass: one `jax.checkpoint`, a loop's body once.

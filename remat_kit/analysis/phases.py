@@ -2,15 +2,15 @@
 
 JAX leaves its name stack in `op_name`: what `jax.checkpoint` recomputes stands under `rematted_computation`, the rest of the
 differentiated region under `checkpoint`, what was differentiated under `jvp(…)`, what was transposed under `transpose(jvp(…))`.
-Hand-made loops carry no such marks: ours open named scopes, the innermost of which wins.
+Hand-made loops carry no such marks: ours open named scopes (`remat_kit.scopes`), the innermost of which wins.
 """
 
 import re
 from functools import lru_cache
 
 from remat_kit.memory import StepPhase
+from remat_kit.scopes import marked_phase
 
-_OURS = re.compile(r"remat_kit\.(forward|recompute|backward)")
 _CHECKPOINT = re.compile(r"(?<![\w.])checkpoint(?![\w.])")
 
 
@@ -32,13 +32,9 @@ def phase_of(op_name: str) -> StepPhase:
         >>> phase_of("jit(step)/transpose(jvp(remat_kit.backward))/while/body/remat_kit.recompute/mlp/dot_general").value
         'recompute'
     """
-    ours = _OURS.findall(op_name)
-    if ours and ours[-1] != "forward":
-        return StepPhase(ours[-1])
-    if "rematted_computation" in op_name:
-        return StepPhase.RECOMPUTE
-    if ours:
-        return StepPhase.FORWARD
+    marked = marked_phase(op_name)
+    if marked is not None:
+        return StepPhase(marked)
     if "transpose(" in op_name:
         return StepPhase.BACKWARD
     if "jvp(" in op_name:  # of a region inside a region, the forward pass stands under `checkpoint` too

@@ -70,14 +70,6 @@ def arrays_of(shape: str) -> tuple[ArrayShape, ...]:
     return tuple(_array(match) for match in _ARRAY.finditer(shape))
 
 
-def array_of(shape: str) -> ArrayShape | None:
-    """The array of a shape that is no tuple; None for tuples."""
-    if shape.startswith("("):
-        return None
-    arrays = arrays_of(shape)
-    return arrays[0] if arrays else None
-
-
 def element_of(shape: str, index: int) -> str:
     """The text of one element of a tuple shape.
 

@@ -5,12 +5,13 @@ callable for "save nothing", 0.12 asks about names and `dot_general` only, and b
 without a word is the worst answer, so what can't be expressed there is an error.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from remat_kit import _jax
+from remat_kit.apply.jaxprs import equations_of
 from remat_kit.apply.lowering import lower_policy
 from remat_kit.apply.weights import WEIGHTS_NAME, name_weight_matmuls
 from remat_kit.errors import PolicyError
@@ -130,15 +131,7 @@ def _is_saved(name: str, rules: Sequence[Rule]) -> bool:
 
 
 def _names(program: Any) -> tuple[list[str], bool]:
-    equations = list(_equations(program))
+    equations = list(equations_of(program, opaque=_CUSTOM_VJP))
     found = [_jax.checkpoint_name_of(equation) for equation in equations]
-    has_custom_vjp = any(equation.primitive.name in _CUSTOM_VJP or "vjp" in equation.primitive.name for equation in equations)
+    has_custom_vjp = any("vjp" in equation.primitive.name for equation in equations)
     return list(dict.fromkeys(name for name in found if name is not None)), has_custom_vjp
-
-
-def _equations(program: Any) -> Iterator[Any]:
-    for equation in _jax.open_jaxpr(program)[0].eqns:
-        yield equation
-        if equation.primitive.name not in _CUSTOM_VJP:
-            for inner in _jax.inner_programs(equation):
-                yield from _equations(inner)

@@ -17,9 +17,9 @@ from typing import Any, TypeVar, assert_never
 
 import jax
 
-from remat_kit import _jax
 from remat_kit.apply.arguments import Constants, StaticArguments, join_arguments, split_arguments, static_arguments
 from remat_kit.apply.checkpoint import FindWeights, checkpoint
+from remat_kit.apply.jaxprs import equations_of
 from remat_kit.errors import ApplyError, PolicyError, RematWarning
 from remat_kit.grammar import parse_policy
 from remat_kit.policy import NoRemat, Policy, Preset, Remat, StackPlan
@@ -249,14 +249,6 @@ def num_enclosing_checkpoints() -> int:
         frames.append(frame.f_code)
         frame = frame.f_back
     return sum(code.co_filename == _CHECKPOINT_FILE and code.co_name == "fun_remat" for code in frames)
-
-
-def equations_of(program: Any) -> Iterator[Any]:
-    """The equations of a jaxpr and of all jaxprs within, in order."""
-    for equation in _jax.open_jaxpr(program)[0].eqns:
-        yield equation
-        for inner in _jax.inner_programs(equation):
-            yield from equations_of(inner)
 
 
 def _frameworks() -> list[Any]:

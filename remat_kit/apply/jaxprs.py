@@ -4,12 +4,14 @@ In: what `jax.make_jaxpr` returns (a closed jaxpr). Out: functions of flat lists
 their source lines, contexts and name stacks. The layers of a mixed stack are cut along these lines (`layer_vjp.py`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr, DropVar, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.interpreters import partial_eval
+
+from remat_kit import _jax
 
 Arrays: TypeAlias = list[jax.Array]
 FlatFunction: TypeAlias = Callable[..., Arrays]
@@ -118,6 +120,20 @@ def run_in_scopes(closed: ClosedJaxpr, args: Sequence[jax.Array], stages: Sequen
         with jax.named_scope(scope):
             run_equations(closed, equations, env)
     return [_read(env, atom) for atom in closed.jaxpr.outvars]
+
+
+def equations_of(program: Any, *, opaque: tuple[str, ...] = ()) -> Iterator[Any]:
+    """The equations of a jaxpr and of all jaxprs within, in order.
+
+    Args:
+        program: A jaxpr, closed or not.
+        opaque: Primitives whose inner jaxprs are left out.
+    """
+    for equation in _jax.open_jaxpr(program)[0].eqns:
+        yield equation
+        if equation.primitive.name not in opaque:
+            for inner in _jax.inner_programs(equation):
+                yield from equations_of(inner, opaque=opaque)
 
 
 def variables(atoms: Iterable[Var | Literal]) -> list[Var]:

@@ -26,9 +26,7 @@ from remat_kit.apply.jaxprs import (
     variables,
 )
 from remat_kit.policy import Remat
-
-RECOMPUTE_SCOPE = "remat_kit.recompute"
-BACKWARD_SCOPE = "remat_kit.backward"
+from remat_kit.scopes import BACKWARD_SCOPE, RECOMPUTE_SCOPE
 
 # Work that is small against any use of a weight: no reduction, no matrix multiplication, no random bits. `name` and `device_put`
 # are left out on purpose: a policy asks for those values to be kept.

@@ -19,10 +19,9 @@ from jax.extend.core import mapped_aval
 from remat_kit import _jax
 from remat_kit.apply.checkpoint import FindWeights
 from remat_kit.apply.jaxprs import Arrays, prune
-from remat_kit.apply.layer_vjp import BACKWARD_SCOPE, RECOMPUTE_SCOPE, Layer, Layout, pick, pull_layer, save_layer
+from remat_kit.apply.layer_vjp import Layer, Layout, pick, pull_layer, save_layer
 from remat_kit.apply.segments import Groups, Loop, Node, group_length, num_layers_of
-
-FORWARD_SCOPE = "remat_kit.forward"
+from remat_kit.scopes import BACKWARD_SCOPE, FORWARD_SCOPE, RECOMPUTE_SCOPE
 
 FlatLayer: TypeAlias = Callable[[Arrays, Arrays, jax.Array, Arrays], tuple[Arrays, Arrays]]
 

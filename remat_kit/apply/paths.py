@@ -21,7 +21,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from remat_kit import _jax
-from remat_kit.apply.function import Wrapping, equations_of, num_enclosing_checkpoints, rules_of, warn
+from remat_kit.apply.function import Wrapping, num_enclosing_checkpoints, rules_of, warn
+from remat_kit.apply.jaxprs import equations_of
 from remat_kit.errors import ApplyError, nearest
 from remat_kit.policy import Policy, Remat, StackPlan, matches, patterns
 

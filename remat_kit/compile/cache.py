@@ -10,13 +10,13 @@ import hashlib
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
+from remat_kit.files import write_whole
 from remat_kit.records import SCHEMA_VERSION, CompiledStep
 
 _POINTER_CALL = "@CustomSPMDPartitioning"  # cuDNN attention and other custom partitionings: the config is id(callback)
@@ -105,14 +105,7 @@ def store(cache: Cache, key: str, step: CompiledStep) -> None:
     """
     path = _path(cache, key)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(msgspec.json.encode(_Entry(schema=SCHEMA_VERSION, key=key, step=step)))
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(path, msgspec.json.encode(_Entry(schema=SCHEMA_VERSION, key=key, step=step)))
 
 
 def _path(cache: Cache, key: str) -> Path:

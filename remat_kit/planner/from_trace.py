@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from remat_kit.errors import StepError
-from remat_kit.graph import Crossing, Phase, StepGraph, TracedOp
+from remat_kit.graph import Crossing, Phase, StepGraph, TracedOp, is_kernel
 from remat_kit.planner.blocks import BlockGraph, BlockOp, BlockValue
 from remat_kit.policy import Kind
 
@@ -78,7 +78,7 @@ class Body:
     @property
     def written(self) -> frozenset[int]:
         """Values that no fusion can leave out: matmuls, kernels and the backward pass read them."""
-        heavy = (op for group in self.ops for op in group if op.flops != 0 or _is_kernel(op))
+        heavy = (op for group in self.ops for op in group if op.flops != 0 or is_kernel(op))
         return frozenset((*self.kept, *(value for op in heavy for value in op.inputs)))
 
 
@@ -211,13 +211,9 @@ def _names(body: Body) -> tuple[dict[int, str], tuple[str, ...]]:
     flat = [op for group in body.ops for op in group]
     names = {op.outputs[0]: op.name for op in flat if op.kind == "name" and op.name is not None}
     named = {op.inputs[0] for op in flat if op.kind == "name" and op.inputs}
-    kernels = [op for op in flat if _is_kernel(op) and not named.intersection(op.outputs)]
+    kernels = [op for op in flat if is_kernel(op) and not named.intersection(op.outputs)]
     by_rule = {value: KERNELS for op in kernels for value in op.outputs}
     return names | by_rule, (KERNELS,) if by_rule else ()
-
-
-def _is_kernel(op: TracedOp) -> bool:
-    return op.name is not None and op.kind != "name"
 
 
 def _block_op(
@@ -242,7 +238,7 @@ def _price(graph: StepGraph, op: TracedOp, *, calls: int, written: frozenset[int
     if op.flops is None:
         return None, 0.0
     flops = op.flops * times // graph.num_devices
-    if op.flops or _is_kernel(op):
+    if op.flops or is_kernel(op):
         moved = op.num_bytes * times / graph.num_devices
         return flops, max(flops / rates.flops_per_s, moved / rates.bytes_per_s)
     if op.kind in _FREE or op.kind in tuple(Crossing):

@@ -16,12 +16,15 @@ def comparison_json(comparison: Comparison) -> str:
         "rows": [_row(row) for row in comparison.rows],
         "notes": comparison.notes,
     }
-    return msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n"
+    return _text(data)
 
 
 def residuals_json(report: ResidualReport) -> str:
     """A residual report as indented JSON with a final newline."""
-    data = {"schema": f"remat-kit/residuals/{SCHEMA_VERSION}", **msgspec.to_builtins(report)}
+    return _text({"schema": f"remat-kit/residuals/{SCHEMA_VERSION}", **msgspec.to_builtins(report)})
+
+
+def _text(data: dict[str, object]) -> str:
     return msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n"
 
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from remat_kit.grammar import parse_policy
-from remat_kit.graph import Crossing, Origin, Phase, Residual, StepGraph, TracedOp, TracedRegion
+from remat_kit.graph import Crossing, Origin, Phase, Residual, StepGraph, TracedOp, TracedRegion, is_kernel
 from remat_kit.policy import Action, ByKind, Cheap, Kind, Named, Remat, Rule, Smaller, matches
 from remat_kit.trace.links import Links, same_value
-from remat_kit.trace.step import is_kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

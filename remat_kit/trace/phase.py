@@ -2,19 +2,11 @@
 
 JAX puts what differentiation transposed under `transpose(…)`, and in there what `jax.checkpoint` recomputes under the scope
 `rematted_computation`. That a checkpoint equation is `differentiated` says nothing: inside another region the forward pass has
-such equations too. Hand-made loops carry neither mark: ours open the scopes below, and those win. What a forward loop of ours
-does inside an outer recomputed region is recomputation.
+such equations too. Hand-made loops carry neither mark: ours open scopes (`remat_kit.scopes`), and those win.
 """
 
-import re
-
 from remat_kit.graph import Phase
-
-FORWARD_SCOPE = "remat_kit.forward"
-RECOMPUTE_SCOPE = "remat_kit.recompute"
-BACKWARD_SCOPE = "remat_kit.backward"
-
-_OURS = re.compile(r"remat_kit\.(forward|recompute|backward)")
+from remat_kit.scopes import marked_phase
 
 
 def phase_of(scope: str) -> Phase:
@@ -32,11 +24,7 @@ def phase_of(scope: str) -> Phase:
         >>> phase_of("transpose(jvp())/remat_kit.backward/jvp(remat_kit.recompute)").value
         'recompute'
     """
-    ours = _OURS.findall(scope)
-    if ours and ours[-1] != "forward":
-        return Phase(ours[-1])
-    if "rematted_computation" in scope:
-        return Phase.RECOMPUTE
-    if ours:
-        return Phase.FORWARD
+    marked = marked_phase(scope)
+    if marked is not None:
+        return Phase(marked)
     return Phase.BACKWARD if "transpose(" in scope else Phase.FORWARD

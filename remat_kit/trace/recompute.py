@@ -8,11 +8,10 @@ matmul, kernel or convolution that made it: when that still runs in a region tha
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from remat_kit.graph import Crossing, Origin, Phase, Recomputed, SavingFault, SavingFinding, StepGraph, TracedOp
+from remat_kit.graph import Crossing, Origin, Phase, Recomputed, SavingFault, SavingFinding, StepGraph, TracedOp, is_kernel
 from remat_kit.policy import Action, Named, matches
 from remat_kit.trace.kept import Kept, parsed_rules
 from remat_kit.trace.links import Links, same_value
-from remat_kit.trace.step import is_kernel
 
 # Primitive, call site and shape of the first result.
 _Code: TypeAlias = tuple[str, int, tuple[int, ...]]

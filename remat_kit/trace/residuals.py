@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from remat_kit.graph import Phase, Residual, ResidualReport, StepGraph
+from remat_kit.scopes import BACKWARD_SCOPE
 from remat_kit.trace.kept import collect_kept
 from remat_kit.trace.links import link
-from remat_kit.trace.phase import BACKWARD_SCOPE
 from remat_kit.trace.recompute import find_faults, recomputed_ops
 from remat_kit.trace.step import graph_of
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from remat_kit.graph import Crossing, Phase, StepGraph, TracedOp
+from remat_kit.graph import Crossing, Phase, StepGraph, TracedOp, is_kernel
 from remat_kit.records import KernelUse, NamedValue, StepTrace
 from remat_kit.step import Step
 from remat_kit.trace.build import build_graph
@@ -62,11 +62,6 @@ def summarise(graph: StepGraph) -> StepTrace:
 
 def _flops(ops: Iterable[TracedOp]) -> int:
     return sum((op.flops or 0) * op.calls for op in ops)
-
-
-def is_kernel(op: TracedOp) -> bool:
-    """Whether an operation is a kernel call rather than one of JAX's own operations or a named value."""
-    return op.name is not None and op.kind != "name"
 
 
 def _names(graph: StepGraph) -> tuple[NamedValue, ...]:

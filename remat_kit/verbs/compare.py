@@ -21,7 +21,7 @@ from remat_kit.grammar import parse_plan, parse_policy
 from remat_kit.policy import NONE, Plan, Policy
 from remat_kit.records import Comparison
 from remat_kit.targets import Target, load_rows, parse_target
-from remat_kit.verbs.question import Answer, Question, spell_factory
+from remat_kit.verbs.question import Answer, Question, question_of
 from remat_kit.verbs.rows import Outcome, make_rows
 
 Progress: TypeAlias = Callable[[str, int, int], None]
@@ -70,12 +70,10 @@ def compare(
     asked = _asked(policies, wraps)
     parsed_budget, fraction = parse_budget(budget), parse_fraction(memory_fraction)
     budgets = [budget_bytes(parsed_budget, target, memory_fraction=fraction) for target in parsed]
-    template = Question(
-        factory=spell_factory(step),
-        options=tuple((name, option_text(value)) for name, value in (options or {}).items()),
-        targets_file=None if targets_file is None else os.path.abspath(targets_file),
+    template = dataclasses.replace(
+        question_of(step, options=options, targets_file=targets_file),
         xla=tuple((xla or {}).items()),
-        cache_dir=cache_text(cache_dir),
+        cache_dir=_cache_text(cache_dir),
     )
     questions = [
         [dataclasses.replace(template, policy=row.policy, wraps=row.wraps, target=target.text) for row in asked]
@@ -176,12 +174,7 @@ def _notes(targets: Sequence[Target], budget: str | int | None, memory_fraction:
     return tuple(notes)
 
 
-def option_text(value: object) -> str:
-    """An option as `--set` spells it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def cache_text(cache_dir: str | os.PathLike[str] | None) -> str | None:
+def _cache_text(cache_dir: str | os.PathLike[str] | None) -> str | None:
     """The folder as a worker is told: None = no cache."""
     if cache_dir is None:
         return str(default_folder())

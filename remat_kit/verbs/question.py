@@ -6,9 +6,10 @@ travel over the pipe to our own worker only, never through a file.
 
 import base64
 import importlib
+import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -67,6 +68,28 @@ class Answer:
     baseline: StepTrace
     compiled: CompiledStep
     notes: tuple[str, ...] = ()
+
+
+def question_of(
+    step: str | Callable[..., object],
+    *,
+    options: Mapping[str, object] | None,
+    targets_file: str | os.PathLike[str] | None,
+) -> Question:
+    """A question about a step, everything that a worker process must be told in texts; the rest is the caller's to fill in.
+
+    Raises:
+        StepError: See `spell_factory`.
+    """
+    return Question(
+        factory=spell_factory(step),
+        options=tuple((name, _option_text(value)) for name, value in (options or {}).items()),
+        targets_file=None if targets_file is None else os.path.abspath(targets_file),
+    )
+
+
+def _option_text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def spell_factory(factory: str | Callable[..., object]) -> str:

@@ -1,5 +1,6 @@
 """`residuals` of a step: what it keeps for its backward pass and what it computes again, traced in a worker process."""
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 
@@ -9,8 +10,7 @@ from remat_kit.compile.pool import Worker
 from remat_kit.grammar import parse_plan, parse_policy
 from remat_kit.graph import ResidualReport
 from remat_kit.policy import Policy
-from remat_kit.verbs.compare import option_text
-from remat_kit.verbs.question import Question, Task, spell_factory
+from remat_kit.verbs.question import Task, question_of
 
 
 def step_residuals(
@@ -40,14 +40,12 @@ def step_residuals(
     parse_plan(policy)
     for of_modules in (wraps or {}).values():
         parse_policy(str(of_modules))
-    question = Question(
+    question = dataclasses.replace(
+        question_of(step, options=options, targets_file=targets_file),
         task=Task.RESIDUALS,
-        factory=spell_factory(step),
-        options=tuple((name, option_text(value)) for name, value in (options or {}).items()),
         policy=policy,
         wraps=tuple((pattern, str(of_modules)) for pattern, of_modules in (wraps or {}).items()),
         target=target,
-        targets_file=None if targets_file is None else os.path.abspath(targets_file),
     )
     with Worker() as worker:
         return msgspec.convert(worker.ask(msgspec.to_builtins(question), timeout_s=timeout_s), ResidualReport)
