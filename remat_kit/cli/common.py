@@ -1,0 +1,106 @@
+"""What the commands share: options, errors as one message, progress, texts of pairs, where a report goes."""
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from remat_kit.errors import CompileError, RematKitError
+from remat_kit.files import default_mode, write_whole
+
+PLAIN_WIDTH = 140
+EXIT_FAILED_ROW = 1
+EXIT_BAD_INPUT = 2
+EXIT_NOTHING_FITS = 3
+
+targets_file_option = click.option(
+    "--targets-file", type=click.Path(exists=True, dir_okay=False), help="TOML file with your own targets (see docs/targets.md)."
+)
+traceback_option = click.option("--traceback", is_flag=True, help="Show the full traceback of an error.")
+
+
+wrap_option = click.option(
+    "--wrap",
+    "wraps",
+    multiple=True,
+    metavar="PATTERN=POLICY",
+    help="A policy for modules by path, without editing the model; several patterns with ';'.",
+)
+set_option = click.option("--set", "settings", multiple=True, metavar="OPTION=VALUE", help="Option of the step factory.")
+
+
+@contextlib.contextmanager
+def errors_as_messages(*, show_traceback: bool) -> Iterator[None]:
+    """Turns an error of ours into one message and an exit code."""
+    try:
+        yield
+    except RematKitError as error:
+        if show_traceback:
+            raise
+        click.echo(f"error: {error}", err=True)
+        sys.exit(EXIT_FAILED_ROW if isinstance(error, CompileError) else EXIT_BAD_INPUT)
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        sys.exit(130)
+
+
+@contextlib.contextmanager
+def show_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on a terminal, else a line on standard error for each thing that is measured."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def advance(what: str, index: int, total: int) -> None:
+            bar.update(task, description=what, completed=index, total=total)
+            if not console.is_terminal:
+                click.echo(f"[{index + 1}/{total}] {what}", err=True)
+
+        yield advance
+
+
+def pairs(option: str, texts: tuple[str, ...]) -> dict[str, str]:
+    """Reads NAME=VALUE texts, each name once."""
+    found = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not (name and separator):
+            raise click.BadParameter(f"{text!r} is not NAME=VALUE.", param_hint=option)
+        if name in found:
+            raise click.BadParameter(f"{name} is given twice.", param_hint=option)
+        found[name] = value
+    return found
+
+
+def console_of(stream: IO[str]) -> Console:
+    """As wide as the terminal; a file or a pipe has room for every column."""
+    return Console(file=stream) if stream.isatty() else Console(file=stream, width=PLAIN_WIDTH)
+
+
+def patterns(text: str) -> dict[str, str]:
+    """Reads a `--wrap`: PATTERN=POLICY, several with `;`."""
+    return pairs("--wrap", tuple(part.strip() for part in text.split(";")))
+
+
+def check_folder(out: Path | None) -> None:
+    """Refuses a file that could not be written, before anything is measured."""
+    if out is not None and not os.access(out.parent, os.W_OK | os.X_OK):
+        raise click.BadParameter(f"there is no folder {str(out.parent)!r} to write to.", param_hint="--out")
+
+
+def write_report(out: Path | None, write: Callable[[IO[str]], None]) -> None:
+    """Writes a report to standard output, or whole or not at all to a file."""
+    if out is None:
+        write(sys.stdout)
+        return
+    text = io.StringIO()
+    write(text)
+    write_whole(out, text.getvalue().encode(), mode=default_mode())

@@ -1,0 +1,97 @@
+"""`remat-kit compare`: policies of one training step on targets."""
+
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import IO
+
+import click
+
+from remat_kit.budget import DEFAULT_MEMORY_FRACTION
+from remat_kit.cli.common import (
+    EXIT_FAILED_ROW,
+    check_folder,
+    console_of,
+    errors_as_messages,
+    pairs,
+    patterns,
+    set_option,
+    show_progress,
+    targets_file_option,
+    traceback_option,
+    wrap_option,
+    write_report,
+)
+from remat_kit.export import policy_text
+from remat_kit.records import Comparison, Status
+from remat_kit.report.json import comparison_json
+from remat_kit.report.markdown import comparison_markdown
+from remat_kit.report.table import write_table
+from remat_kit.verbs.compare import compare
+
+
+@click.command(name="compare")
+@click.argument("step")
+@click.option("--policy", "policies", multiple=True, metavar="POLICY", help="none, full, save(q,k), a preset, a plan …")
+@wrap_option
+@click.option("--target", "targets", multiple=True, required=True, metavar="TARGET", help="h100, h100:8, v5e:2x2, cpu …")
+@click.option("--budget", metavar="BYTES|PERCENT", help="Memory per device: 16GiB or 90%. Default: the target's own.")
+@click.option(
+    "--memory-fraction", metavar="PART", default=str(DEFAULT_MEMORY_FRACTION), show_default=True, help="Of a GPU's memory."
+)
+@set_option
+@click.option("--xla", "xla", multiple=True, metavar="NAME=VALUE", help="Compiler option of the real run.")
+@click.option("--format", "form", type=click.Choice(["table", "json", "markdown"]), default="table", show_default=True)
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="File to write instead of standard output.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Most seconds for a row.")
+@click.option("--no-cache", is_flag=True, help="Neither read nor write compiled results.")
+@targets_file_option
+@traceback_option
+def command(
+    step: str,
+    policies: tuple[str, ...],
+    wraps: tuple[str, ...],
+    targets: tuple[str, ...],
+    budget: str | None,
+    memory_fraction: str,
+    settings: tuple[str, ...],
+    xla: tuple[str, ...],
+    form: str,
+    out: Path | None,
+    timeout_s: float | None,
+    no_cache: bool,
+    targets_file: str | None,
+    traceback: bool,
+) -> None:
+    """Measure policies of one training step on targets.
+
+    STEP is a step factory, module:function, like models:gpt2_small.
+    """
+    check_folder(out)
+    with errors_as_messages(show_traceback=traceback):
+        with show_progress() as advance:
+            comparison = compare(
+                step,
+                policies=[policy_text(policy) for policy in policies],
+                wraps=[patterns(text) for text in wraps],
+                targets=targets,
+                options=pairs("--set", settings),
+                budget=budget,
+                memory_fraction=memory_fraction,
+                xla=pairs("--xla", xla),
+                targets_file=targets_file,
+                cache_dir=os.devnull if no_cache else None,
+                timeout_s=timeout_s,
+                progress=advance,
+            )
+        write_report(out, functools.partial(_write, comparison, form))
+    if any(row.status is Status.FAILED for row in comparison.rows):
+        sys.exit(EXIT_FAILED_ROW)
+
+
+def _write(comparison: Comparison, form: str, stream: IO[str]) -> None:
+    if form == "table":
+        write_table(comparison, console_of(stream))
+    else:
+        stream.write(comparison_json(comparison) if form == "json" else comparison_markdown(comparison))
