@@ -1,12 +1,13 @@
 """Decoder-only transformers in Flax Linen whose every interesting value is named, and training steps made of them.
 
 `models:gpt2_small` and its siblings are step factories for `remat-kit` (`models/steps.py`); the parts they are made of
-(`Decoder`, `loss_fn`, `make_optimizer`, `init_state`, `train_step`) are what a training loop imports.
+(`Decoder`, `loss_fn`, `make_optimizer`, `init_params`, `update`) are what a training loop imports.
 """
 
 from models.config import DecoderConfig
 from models.decoder import Decoder, Runtime, roles
 from models.loss import chunked_cross_entropy
+from models.model_step import ModelStep, Trained, make_model_step
 from models.steps import (
     StepOptions,
     gpt2_large,
@@ -19,27 +20,32 @@ from models.steps import (
     llama3_tiny,
     make_step,
 )
-from models.training import TrainState, init_state, loss_fn, make_optimizer, train_step
+from models.training import OptimizerOptions, TrainState, init_params, loss_fn, make_optimizer, make_schedule, update
 
 __all__ = [
     "Decoder",
     "DecoderConfig",
+    "ModelStep",
+    "OptimizerOptions",
     "Runtime",
     "StepOptions",
     "TrainState",
+    "Trained",
     "chunked_cross_entropy",
     "gpt2_large",
     "gpt2_medium",
     "gpt2_small",
     "gpt2_tiny",
     "gpt2_xl",
-    "init_state",
+    "init_params",
     "llama3_8b",
     "llama3_70b",
     "llama3_tiny",
     "loss_fn",
+    "make_model_step",
     "make_optimizer",
+    "make_schedule",
     "make_step",
     "roles",
-    "train_step",
+    "update",
 ]

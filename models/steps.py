@@ -17,12 +17,14 @@ from models import config as configs
 from models.config import DecoderConfig
 from models.decoder import Decoder, Runtime, roles
 from models.devices import choose_attention, choose_dtype
-from models.sharding import BATCH, TENSOR, Layout, abstract, make_layout, shard_like_parameters
-from models.training import Batch, TrainState, init_state, make_optimizer, train_step
-from remat_kit import Knobs, Policies, Stack, Step, StepError
+from models.model_step import ModelStep, Trained, make_model_step
+from models.sharding import BATCH, TENSOR, Layout, make_layout
+from models.training import FLOAT16_LOSS_SCALE, Batch, OptimizerOptions, init_params, loss_fn
+from remat_kit import Knobs, Policies, Stack, StepError
 from remat_kit.presets import resolve_stack
 
 DEFAULT_CHUNK = 256
+OPTIMIZER = OptimizerOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,8 @@ class StepOptions:
         mesh: Like `data:2,fsdp:4`; empty = all devices on fsdp.
         dtype: Of the computation: `auto`, `bfloat16`, `float16` or `float32`; parameters are f32.
         chunk: At most so many tokens of each sequence whose logits exist at a time.
+        accumulate: Micro-batches that the batch is split into.
+        optimizer: AdamW and its schedule.
     """
 
     batch: int
@@ -46,9 +50,11 @@ class StepOptions:
     mesh: str = ""
     dtype: str = "auto"
     chunk: int = DEFAULT_CHUNK
+    accumulate: int = 1
+    optimizer: OptimizerOptions = OPTIMIZER
 
 
-def make_step(config: DecoderConfig, policies: Policies, devices: Sequence[Any], options: StepOptions) -> Step:
+def make_step(config: DecoderConfig, policies: Policies, devices: Sequence[Any], options: StepOptions) -> ModelStep:
     """The training step of a decoder.
 
     Args:
@@ -74,28 +80,21 @@ def make_step(config: DecoderConfig, policies: Policies, devices: Sequence[Any],
     return _as_step(model, stack, options, notes)
 
 
-def _as_step(model: Decoder, stack: Stack, options: StepOptions, notes: tuple[str, ...]) -> Step:
-    layout, optimizer = model.runtime.layout, make_optimizer()
-
-    def fn(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        return train_step(state, batch, model=model, optimizer=optimizer, chunk=options.chunk)
-
-    def init(key: jax.Array) -> tuple[TrainState, Batch]:
-        make = jax.jit(functools.partial(init_state, model=model, optimizer=optimizer), out_shardings=shardings)
-        return make(key), _random_batch(key, model, options)
-
-    state = jax.eval_shape(lambda: init_state(jax.random.key(0), model=model, optimizer=optimizer))
-    shardings = shard_like_parameters(state, layout)
-    return Step(
-        fn=fn,
-        args=(abstract(state, shardings), _abstract_batch(layout, options)),
-        donate=(0,),
-        roles=(TrainState("parameters", "optimizer_state", "other"), "batch"),  # type: ignore[arg-type]
-        stacks=(stack,),
-        knobs=Knobs(batch="batch", seq="seq", depth="layers"),
-        init=init,
+def _as_step(model: Decoder, stack: Stack, options: StepOptions, notes: tuple[str, ...]) -> ModelStep:
+    layout = model.runtime.layout
+    trained = Trained(
+        init_params=functools.partial(init_params, model=model),
+        loss=functools.partial(loss_fn, model=model, chunk=options.chunk),
+        batch=_abstract_batch(layout, options),
+        random_batch=functools.partial(_random_batch, vocab_size=model.config.vocab_size, options=options),
+        layout=layout,
+        stack=stack,
+        num_labels=model.config.vocab_size,
+        loss_scale=FLOAT16_LOSS_SCALE if model.runtime.dtype == jnp.float16 else 1.0,
         notes=notes,
     )
+    knobs = Knobs(batch="batch", seq="seq", depth="layers")
+    return make_model_step(trained, optimizer=options.optimizer, accumulate=options.accumulate, knobs=knobs)
 
 
 def _check_sizes(config: DecoderConfig, layout: Layout, options: StepOptions) -> None:
@@ -121,23 +120,20 @@ def _check_sizes(config: DecoderConfig, layout: Layout, options: StepOptions) ->
             )
 
 
-def _abstract_batch(layout: Layout, options: StepOptions) -> Batch:
-    sharding = layout.sharding(BATCH)
-
-    def of(dtype: str) -> Any:
-        return jax.ShapeDtypeStruct((options.batch, options.seq), dtype, sharding=sharding)
+def _abstract_batch(layout: Layout, options: StepOptions) -> dict[str, jax.ShapeDtypeStruct]:
+    def of(dtype: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((options.batch, options.seq), dtype, sharding=layout.sharding(BATCH))
 
     return {"tokens": of("int32"), "labels": of("int32"), "weights": of("float32")}
 
 
-def _random_batch(key: jax.Array, model: Decoder, options: StepOptions) -> Batch:
+def _random_batch(key: jax.Array, *, vocab_size: int, options: StepOptions) -> Batch:
     shape = (options.batch, options.seq)
-    tokens = jax.random.randint(key, (shape[0], shape[1] + 1), 0, model.config.vocab_size, jnp.int32)
-    made: Batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "weights": jnp.ones(shape, jnp.float32)}
-    return jax.device_put(made, model.runtime.layout.sharding(BATCH))
+    tokens = jax.random.randint(key, (shape[0], shape[1] + 1), 0, vocab_size, jnp.int32)
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "weights": jnp.ones(shape, jnp.float32)}
 
 
-def _factory(name: str, config: DecoderConfig, default_batch: int, default_seq: int) -> Callable[..., Step]:
+def _factory(name: str, config: DecoderConfig, default_batch: int, default_seq: int) -> Callable[..., ModelStep]:
     def factory(
         policies: Policies,
         devices: Sequence[Any],
@@ -149,12 +145,31 @@ def _factory(name: str, config: DecoderConfig, default_batch: int, default_seq: 
         mesh: str = "",
         dtype: str = "auto",
         chunk: int = DEFAULT_CHUNK,
-    ) -> Step:
-        options = StepOptions(batch=batch, seq=seq, layers=layers, attention=attention, mesh=mesh, dtype=dtype, chunk=chunk)
+        accumulate: int = 1,
+        learning_rate: float = OPTIMIZER.learning_rate,
+        warmup: int = OPTIMIZER.warmup,
+        decay_steps: int = OPTIMIZER.decay_steps,
+        weight_decay: float = OPTIMIZER.weight_decay,
+        max_norm: float = OPTIMIZER.max_norm,
+    ) -> ModelStep:
+        optimizer = OptimizerOptions(
+            learning_rate=learning_rate, warmup=warmup, decay_steps=decay_steps, weight_decay=weight_decay, max_norm=max_norm
+        )
+        options = StepOptions(
+            batch=batch,
+            seq=seq,
+            layers=layers,
+            attention=attention,
+            mesh=mesh,
+            dtype=dtype,
+            chunk=chunk,
+            accumulate=accumulate,
+            optimizer=optimizer,
+        )
         return make_step(config, policies, devices, options)
 
     factory.__name__ = factory.__qualname__ = name
-    factory.__doc__ = f"A training step of {name}: AdamW, donated state, FSDP. Options: see `StepOptions`."
+    factory.__doc__ = f"A training step of {name}: AdamW, donated state, FSDP. Options: see `StepOptions` and `OptimizerOptions`."
     return factory
 
 
