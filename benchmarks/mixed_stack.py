@@ -29,7 +29,7 @@ from jax.ad_checkpoint import checkpoint_name  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 import remat_kit  # noqa: E402
-from remat_kit.policy import Policies  # noqa: E402
+from remat_kit.plans import Policies  # noqa: E402
 
 NUM_LAYERS, WIDTH, HIDDEN, TOKENS = 16, 2048, 8192, 16384
 SAVING = {"mlp": "save(h)", "llama": "save(q,k,v,attn,attn_out,gate,up)"}

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
         TargetError,
     )
     from remat_kit.grammar import parse_plan, parse_policy
-    from remat_kit.policy import Plan, Policies, Policy, StackPlan
+    from remat_kit.plans import Plan, Policies, StackPlan
+    from remat_kit.policy import Policy
     from remat_kit.presets import resolve
     from remat_kit.step import Knobs, Stack, Step
     from remat_kit.trace.residuals import residual_report, residuals
@@ -32,14 +33,14 @@ _MODULES = {
     "BudgetError": "errors",
     "CompileError": "errors",
     "Knobs": "step",
-    "Plan": "policy",
-    "Policies": "policy",
+    "Plan": "plans",
+    "Policies": "plans",
     "Policy": "policy",
     "PolicyError": "errors",
     "RematKitError": "errors",
     "RematWarning": "errors",
     "Stack": "step",
-    "StackPlan": "policy",
+    "StackPlan": "plans",
     "Step": "step",
     "StepError": "errors",
     "TargetError": "errors",

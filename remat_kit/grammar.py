@@ -1,4 +1,4 @@
-"""The text of policies and plans: `parse_plan` and `parse_policy`. The records and their `str` are in `policy.py`.
+"""The text of policies and plans: `parse_plan` and `parse_policy`. The records and their `str` are in `policy.py` and `plans.py`.
 
 The grammar, blanks ignored:
 
@@ -17,23 +17,8 @@ import json
 import re
 
 from remat_kit.errors import BudgetError, PolicyError, nearest
-from remat_kit.policy import (
-    FULL,
-    NONE,
-    Action,
-    ByKind,
-    Cheap,
-    Kind,
-    Named,
-    Plan,
-    Policy,
-    Preset,
-    Remat,
-    Rule,
-    Segment,
-    Smaller,
-    StackPlan,
-)
+from remat_kit.plans import Plan, Segment, StackPlan
+from remat_kit.policy import FULL, NONE, Action, ByKind, Cheap, Kind, Named, Policy, Preset, Remat, Rule, Smaller
 from remat_kit.presets import PRESETS
 from remat_kit.units import parse_bytes
 

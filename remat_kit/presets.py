@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from remat_kit.errors import PolicyError, nearest
-from remat_kit.policy import Action, ByKind, Kind, Named, Policy, Preset, Remat, Segment, StackPlan
+from remat_kit.plans import Segment, StackPlan
+from remat_kit.policy import Action, ByKind, Kind, Named, Policy, Preset, Remat
 
 
 class Role(StrEnum):

@@ -8,7 +8,7 @@ import numpy as np
 
 import models
 from remat_kit import _jax, parse_plan
-from remat_kit.policy import bind
+from remat_kit.plans import bind
 
 FAMILIES = ("gpt2_tiny", "llama3_tiny")
 BATCH, SEQ = 4, 32

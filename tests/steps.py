@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from remat_kit import Knobs, Stack, Step, remat
-from remat_kit.policy import NO_REMAT, NONE
+from remat_kit.plans import NO_REMAT
+from remat_kit.policy import NONE
 
 ROLES = {"mlp_in": ("up",), "mlp_out": ("down",), "query": (), "key": (), "value": (), "attention_out": ()}
 

@@ -7,7 +7,7 @@ import pytest
 
 from remat_kit import ApplyError, PolicyError, Stack, StepError, parse_plan, remat, stack
 from remat_kit.errors import BudgetError, FactoryError
-from remat_kit.policy import NO_REMAT
+from remat_kit.plans import NO_REMAT
 from remat_kit.units import parse_bytes
 from remat_kit.verbs.build import build, read_options
 from remat_kit.verbs.question import spell_factory

@@ -8,22 +8,8 @@ from hypothesis import strategies as st
 
 from remat_kit.errors import PolicyError
 from remat_kit.grammar import parse_plan, parse_policy
-from remat_kit.policy import (
-    FULL,
-    NONE,
-    Action,
-    ByKind,
-    Cheap,
-    Kind,
-    Named,
-    Plan,
-    Preset,
-    Remat,
-    Segment,
-    Smaller,
-    StackPlan,
-    matches,
-)
+from remat_kit.plans import Plan, Segment, StackPlan
+from remat_kit.policy import FULL, NONE, Action, ByKind, Cheap, Kind, Named, Preset, Remat, Smaller, matches
 from remat_kit.presets import PRESETS
 
 

@@ -14,7 +14,7 @@ from models.config import GPT2_SMALL, LLAMA3_8B
 from models.sharding import make_layout
 from remat_kit import StepError
 from remat_kit.attention import Kernel
-from remat_kit.policy import NO_REMAT
+from remat_kit.plans import NO_REMAT
 from tests.decoders import FAMILIES, QUICK, first_state, make, run
 
 H100 = [SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0")]

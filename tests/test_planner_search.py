@@ -14,7 +14,8 @@ from remat_kit.planner.ledger import Ledger, Limits
 from remat_kit.planner.results import Measured, PlanResult
 from remat_kit.planner.search import calibrate, find_plan, plan_stack
 from remat_kit.planner.ways import Change, ways_out
-from remat_kit.policy import Action, Named, NoRemat, bind
+from remat_kit.plans import bind
+from remat_kit.policy import Action, Named, NoRemat
 
 MiB, GiB = 2**20, 2**30
 LIMITS = Limits()

@@ -5,7 +5,8 @@ import pytest
 from remat_kit.budget import Budget, parse_budget, parse_fraction
 from remat_kit.errors import BudgetError, PolicyError
 from remat_kit.grammar import parse_plan
-from remat_kit.policy import NO_REMAT, NONE, Action, Named, Preset, Remat, StackPlan, bind, patterns
+from remat_kit.plans import NO_REMAT, StackPlan, bind
+from remat_kit.policy import NONE, Action, Named, Preset, Remat, patterns
 from remat_kit.presets import PRESETS, Role, resolve
 from remat_kit.units import format_bytes, parse_bytes
 

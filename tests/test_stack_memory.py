@@ -7,7 +7,7 @@ from benchmarks.mixed_stack import NUM_LAYERS, mlp_step
 from remat_kit.compile.compiler import compile_lowered
 from remat_kit.compile.topology import devices_for
 from remat_kit.grammar import parse_plan
-from remat_kit.policy import bind
+from remat_kit.plans import bind
 from remat_kit.targets import load_rows, parse_target
 
 ROWS = load_rows()

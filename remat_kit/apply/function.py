@@ -22,7 +22,8 @@ from remat_kit.apply.checkpoint import FindWeights, checkpoint
 from remat_kit.apply.jaxprs import equations_of
 from remat_kit.errors import ApplyError, PolicyError, RematWarning
 from remat_kit.grammar import parse_policy
-from remat_kit.policy import NoRemat, Policy, Preset, Remat, StackPlan
+from remat_kit.plans import StackPlan
+from remat_kit.policy import NoRemat, Policy, Preset, Remat
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 

@@ -16,7 +16,8 @@ from remat_kit.apply.arguments import Constants, StaticArguments, join_arguments
 from remat_kit.apply.segments import GroupOption
 from remat_kit.apply.stack import split_result, stack
 from remat_kit.errors import ApplyError
-from remat_kit.policy import Plan, Policy, StackPlan
+from remat_kit.plans import Plan, StackPlan
+from remat_kit.policy import Policy
 
 
 class LinenStack(nn.Module):

@@ -24,7 +24,8 @@ from remat_kit import _jax
 from remat_kit.apply.function import Wrapping, num_enclosing_checkpoints, rules_of, warn
 from remat_kit.apply.jaxprs import equations_of
 from remat_kit.errors import ApplyError, nearest
-from remat_kit.policy import Policy, Remat, StackPlan, matches, patterns
+from remat_kit.plans import StackPlan
+from remat_kit.policy import Policy, Remat, matches, patterns
 
 PolicyLike: TypeAlias = Policy | StackPlan | str
 

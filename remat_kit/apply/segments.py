@@ -13,7 +13,8 @@ from typing import Literal, TypeAlias, assert_never
 
 from remat_kit.apply.function import rules_of
 from remat_kit.errors import PolicyError
-from remat_kit.policy import Remat, StackPlan
+from remat_kit.plans import StackPlan
+from remat_kit.policy import Remat
 
 GroupOption: TypeAlias = int | Literal["sqrt", "recursive"] | None
 

@@ -20,7 +20,8 @@ from remat_kit.apply.mixed import FlatLayer, run_mixed
 from remat_kit.apply.segments import GroupOption, Node, build_nodes
 from remat_kit.errors import PolicyError, StepError
 from remat_kit.grammar import parse_plan
-from remat_kit.policy import NoRemat, Plan, Policy, Preset, Remat, Segment, StackPlan, matches, patterns
+from remat_kit.plans import Plan, Segment, StackPlan
+from remat_kit.policy import NoRemat, Policy, Preset, Remat, matches, patterns
 
 BLOCK_INPUT = "block_input"
 """The name by which a policy speaks of what a layer gets from the one before: `offload(block_input)`."""

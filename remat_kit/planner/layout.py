@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from remat_kit.planner.blocks import BlockGraph
 from remat_kit.planner.closure import LayerChoice
-from remat_kit.policy import Plan, Segment, StackPlan
+from remat_kit.plans import Plan, Segment, StackPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,8 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from remat_kit.errors import FactoryError, PolicyError, RematKitError, StepError, nearest
-from remat_kit.policy import NO_REMAT, Plan, Policies, bind, matches, patterns
+from remat_kit.plans import NO_REMAT, Plan, Policies, bind
+from remat_kit.policy import matches, patterns
 from remat_kit.presets import resolve_stack
 from remat_kit.records import StepTrace
 from remat_kit.step import Step

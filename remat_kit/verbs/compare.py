@@ -18,7 +18,8 @@ from remat_kit.compile.environment import compiler_flags
 from remat_kit.compile.pool import Worker
 from remat_kit.errors import CompileError, FactoryError, PolicyError, TargetError
 from remat_kit.grammar import parse_plan, parse_policy
-from remat_kit.policy import NONE, Plan, Policy
+from remat_kit.plans import Plan
+from remat_kit.policy import NONE, Policy
 from remat_kit.records import Comparison
 from remat_kit.targets import Target, load_rows, parse_target
 from remat_kit.verbs.question import Answer, Question, question_of

@@ -20,7 +20,8 @@ from remat_kit.compile.topology import devices_for, identify
 from remat_kit.errors import PolicyError, RematKitError
 from remat_kit.grammar import parse_plan
 from remat_kit.graph import StepGraph
-from remat_kit.policy import NO_REMAT, NoRemat, Plan, Policies
+from remat_kit.plans import NO_REMAT, Plan, Policies
+from remat_kit.policy import NoRemat
 from remat_kit.records import StepTrace
 from remat_kit.step import Step
 from remat_kit.targets import Target, check_abilities, load_rows, parse_target
