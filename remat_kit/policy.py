@@ -2,7 +2,7 @@
 
 The records of `remat_kit.grammar`: `str` of each is its text, and parsing that text gives an equal record. Later rules win.
 `none` is no rematerialization at all; `full` is the empty list of rules: only the block's input survives. Nothing here knows
-JAX (`remat_kit.apply` lowers a policy to what `jax.checkpoint` takes) or any model; `plans.py` has policies for layers of a stack.
+JAX (`remat_kit.apply` lowers a policy to what `jax.checkpoint` takes) or any model; `plans.py` has the layers of stacks.
 """
 
 import json
@@ -56,7 +56,8 @@ class ByKind:
     """Saves the outputs of one kind of operation.
 
     Attributes:
-        kind: `dots` = every matrix multiplication and convolution; `dots_no_batch` = those without batch dimensions.
+        kind: `dots` = every matrix multiplication and convolution; `dots_no_batch` = plain matmuls without batch dimensions, as
+            in JAX; `weights` = matmuls with parameters, batched or not; `kernels` = attention and other custom kernels.
     """
 
     kind: Kind

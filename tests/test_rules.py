@@ -9,7 +9,7 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 from remat_kit import PolicyError, parse_policy, remat
-from remat_kit.apply.lowering import is_kernel
+from remat_kit.operations import KERNELS, MATMULS
 
 WIDTH = 8
 
@@ -110,9 +110,10 @@ def test_weights_must_know_the_parameters():
         jax.grad(lambda x: jnp.sum(remat(lambda x: x @ x, "weights")(x)))(X[:, :4])
 
 
-def test_kernels_are_known_by_their_primitives():
-    assert is_kernel("pallas_call") and is_kernel("dot_product_attention_fwd_wrapper")
-    assert not is_kernel("dot_general")
+def test_operations_by_kind():
+    assert {"pallas_call", "dot_product_attention_fwd_wrapper", "ffi_call"} <= KERNELS
+    assert {"dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_matmul", "scaled_dot"} <= MATMULS
+    assert not KERNELS & MATMULS
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from remat_kit.apply.checkpoint import FindWeights, checkpoint
 from remat_kit.apply.jaxprs import equations_of
 from remat_kit.errors import ApplyError, PolicyError, RematWarning
 from remat_kit.grammar import parse_policy
+from remat_kit.operations import MATMULS
 from remat_kit.plans import StackPlan
 from remat_kit.policy import NoRemat, Policy, Preset, Remat
 
@@ -32,7 +33,6 @@ MARK = "_remat_kit_policy"
 
 _CHECKPOINT_FILE = inspect.unwrap(jax.checkpoint).__code__.co_filename
 _JAX_FOLDER = str(Path(jax.__file__).parent)
-_MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 _LOOPS = ("scan", "while")
 _MANY_MATMULS = 8  # a head with its loss, or one small block, has fewer; a whole model of a few layers has more
 
@@ -268,7 +268,7 @@ def _is_scalar(result: Any) -> bool:
 
 def _warn_of_whole_loss(program: Any, fn: Callable[..., Any]) -> None:
     names = [equation.primitive.name for equation in equations_of(program)]
-    num_matmuls = sum(name in _MATMULS for name in names)
+    num_matmuls = sum(name in MATMULS for name in names)
     num_regions = sum(name in ("checkpoint", "remat2") for name in names)
     if num_matmuls and (num_matmuls > _MANY_MATMULS or num_regions > 1 or any(name in _LOOPS for name in names)):
         warn(

@@ -13,22 +13,13 @@ from typing import Any, assert_never
 from jax.extend.core import Primitive
 
 from remat_kit import _jax
+from remat_kit.operations import KERNELS, MATMULS, matmul_flops
 from remat_kit.policy import Action, ByKind, Cheap, Kind, Named, Remat, Rule, Smaller, matches
 
 WEIGHTS_NAME = "remat_kit.weights"
 """What the outputs of matmuls by weights are named, see `remat_kit.apply.weights`."""
 
 HOST_MEMORY_KIND = "pinned_host"
-
-MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_matmul", "scaled_dot_general")
-_KERNELS = (
-    "pallas_call",
-    "triton_kernel_call",
-    "ffi_call",
-    "dot_product_attention_fwd",
-    "dot_product_attention_fwd_wrapper",
-    "dot_product_attention_fp8_fwd_wrapper",
-)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -67,7 +58,7 @@ def _verdict(rule: Rule, primitive: Primitive, avals: tuple[Any, ...], params: d
         case ByKind(Kind.DOTS_NO_BATCH):
             return _jax.SAVEABLE if _is_unbatched_dot(primitive, params) else None
         case ByKind(Kind.KERNELS):
-            return _jax.SAVEABLE if is_kernel(primitive.name) else None
+            return _jax.SAVEABLE if primitive.name in KERNELS else None
         case ByKind():
             return _jax.SAVEABLE if _jax_name(primitive, params) == WEIGHTS_NAME else None
         case Smaller(max_bytes):
@@ -102,11 +93,6 @@ def _is_unbatched_dot(primitive: Primitive, params: dict[str, Any]) -> bool:
     return not left_batch and not right_batch
 
 
-def is_kernel(primitive_name: str) -> bool:
-    """Whether an operation is attention or another custom kernel, opaque to the compiler."""
-    return primitive_name.lstrip("_").removesuffix("_p") in _KERNELS
-
-
 def _output_bytes(primitive: Primitive, avals: tuple[Any, ...], params: dict[str, Any]) -> int:
     outputs, _ = primitive.abstract_eval(*avals, **params)
     shaped = outputs if primitive.multiple_results else (outputs,)
@@ -115,13 +101,9 @@ def _output_bytes(primitive: Primitive, avals: tuple[Any, ...], params: dict[str
 
 def _operation_flops(primitive: Primitive, avals: tuple[Any, ...], params: dict[str, Any]) -> int:
     """FLOPs of one operation: matmuls by their shapes, kernels as if infinitely many, the rest one for each output element."""
-    if is_kernel(primitive.name):
+    if primitive.name in KERNELS:
         return sys.maxsize
-    if primitive.name == "dot_general":
-        ((contracted, _), _) = params["dimension_numbers"]
-        outputs, _ = primitive.abstract_eval(*avals, **params)
-        return 2 * math.prod(outputs.shape) * math.prod(avals[0].shape[axis] for axis in contracted)
     outputs, _ = primitive.abstract_eval(*avals, **params)
-    shaped = outputs if primitive.multiple_results else (outputs,)
-    each = 2 * math.prod(avals[1].shape[1:]) if primitive.name in MATMULS else 1
-    return each * sum(math.prod(aval.shape) for aval in shaped)
+    shapes = [aval.shape for aval in (outputs if primitive.multiple_results else (outputs,))]
+    flops = matmul_flops(primitive.name, [aval.shape for aval in avals], shapes[0] if shapes else (), params)
+    return sum(math.prod(shape) for shape in shapes) if flops is None else flops

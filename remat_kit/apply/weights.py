@@ -15,7 +15,8 @@ from jax.extend.core import ClosedJaxpr, DropVar, JaxprEqn, Literal, Var
 
 from remat_kit import _jax
 from remat_kit.apply.jaxprs import run_equations, variables
-from remat_kit.apply.lowering import MATMULS, WEIGHTS_NAME
+from remat_kit.apply.lowering import WEIGHTS_NAME
+from remat_kit.operations import MATMULS
 
 _CUSTOM_DERIVATIVE = ("custom_vjp_call", "custom_jvp_call")
 

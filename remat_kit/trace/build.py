@@ -14,6 +14,7 @@ from jax.extend.core import Literal
 
 from remat_kit import _jax
 from remat_kit.graph import Crossing, Origin, Phase, StepGraph
+from remat_kit.operations import matmul_flops
 from remat_kit.trace.builder import (
     Builder,
     Ids,
@@ -27,7 +28,6 @@ from remat_kit.trace.builder import (
     mark_live,
     new_values,
 )
-from remat_kit.trace.flops import matmul_flops
 from remat_kit.trace.kernels import is_kernel_call, price_kernel
 from remat_kit.trace.source import source_line
 
@@ -206,7 +206,7 @@ def add_eqn(builder: Builder, eqn: Any, inputs: Ids, place: Place) -> Ids:
     """Adds an equation that holds no program, or a kernel, and gives its results."""
     outputs = new_values(builder, eqn.outvars, place)
     kernel = price_kernel(eqn, [builder.constants.get(value) for value in inputs]) if is_kernel_call(eqn) else None
-    flops = (matmul_flops(eqn) or 0) if kernel is None else kernel.flops
+    flops = (_matmul_flops(eqn) or 0) if kernel is None else kernel.flops
     name = _jax.checkpoint_name_of(eqn) if kernel is None else kernel.name
     kind = eqn.primitive.name if kernel is not None or name is None else "name"
     if kind == "sharding_constraint":
@@ -218,6 +218,15 @@ def add_eqn(builder: Builder, eqn: Any, inputs: Ids, place: Place) -> Ids:
         return outputs
     add_op(builder, kind, eqn, inputs, outputs, place, flops=flops, name=name)
     return outputs
+
+
+def _matmul_flops(eqn: Any) -> int | None:
+    operands = [_shape(atom) for atom in eqn.invars]
+    return matmul_flops(eqn.primitive.name, operands, _shape(eqn.outvars[0]) if eqn.outvars else (), eqn.params)
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return getattr(atom.aval, "shape", ())
 
 
 def _read(env: dict[Any, int | None], atom: Any) -> int | None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from remat_kit.operations import CUDNN_KERNELS, KERNELS, PALLAS_KERNELS
+
 CUDNN_ATTENTION = "cudnn_attention"
 SPLASH_ATTENTION = "splash_attention"
 
@@ -33,7 +35,7 @@ class Kernel:
 
 def is_kernel_call(eqn: Any) -> bool:
     """Whether an equation calls a kernel that no matmul of the program shows."""
-    return eqn.primitive.name in (*_CUDNN_MATMULS, *_PALLAS, *_OPAQUE)
+    return eqn.primitive.name in KERNELS
 
 
 def price_kernel(eqn: Any, constants: Sequence[np.ndarray | None]) -> Kernel:
@@ -47,25 +49,12 @@ def price_kernel(eqn: Any, constants: Sequence[np.ndarray | None]) -> Kernel:
         Its name and FLOPs.
     """
     name = eqn.primitive.name
-    if name in _CUDNN_MATMULS:
+    if name in CUDNN_KERNELS:
         return Kernel(name=CUDNN_ATTENTION, flops=_cudnn_flops(eqn))
-    if name in _PALLAS:
+    if name in PALLAS_KERNELS:
         return _pallas(eqn, constants)
     called = eqn.params.get("call_target_name") or eqn.params.get("name") or name
     return Kernel(name=str(called), flops=None)
-
-
-# Matmuls over the query-key head size and over the value head size.
-_CUDNN_MATMULS = {
-    "dot_product_attention_fwd": (1, 1),  # what remat_kit.attention binds, on one device's part
-    "dot_product_attention_bwd": (3, 2),
-    "dot_product_attention_fwd_wrapper": (1, 1),
-    "dot_product_attention_bwd_wrapper": (3, 2),
-    "dot_product_attention_fp8_fwd_wrapper": (1, 1),
-    "dot_product_attention_fp8_bwd_wrapper": (3, 2),
-}
-_PALLAS = ("pallas_call", "mpmd_map", "core_map")
-_OPAQUE = ("ffi_call", "custom_call", "tpu_custom_call", "triton_kernel_call", "bass_call", "pure_callback", "io_callback")
 
 
 def _cudnn_flops(eqn: Any) -> int:
@@ -74,7 +63,8 @@ def _cudnn_flops(eqn: Any) -> int:
     seq, heads = (2, 1) if params["layout"] == 1 else (1, 2)  # AttentionLayout: 0 = BTNH, 1 = BNTH
     is_causal = params.get("use_causal_mask", False) or "CAUSAL" in str(params.get("mask_type", ""))
     area = attention_area(query[seq], key[seq], is_causal=is_causal, window=params.get("sliding_window_length") or 0)
-    over_qk, over_v = _CUDNN_MATMULS[eqn.primitive.name]
+    # Matmuls over the query-key head size and over the value head size.
+    over_qk, over_v = (3, 2) if "_bwd" in eqn.primitive.name else (1, 1)
     return 2 * query[0] * query[heads] * area * (over_qk * query[-1] + over_v * value[-1])
 
 
