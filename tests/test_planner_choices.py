@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat_kit.errors import PolicyError
-from remat_kit.planner.blocks import BlockGraph, BlockOp, BlockValue, Objective, ValueRow, block_of, unpriced
+from remat_kit.planner.blocks import BlockGraph, BlockOp, BlockValue, ValueRow, block_of, unpriced
 from remat_kit.planner.choices import all_choices, layer_choices
 from remat_kit.planner.choices_milp import solved_choices
 from remat_kit.planner.closure import HostLink, LayerChoice
+from remat_kit.planning import Objective
 
 MiB = 2**20
 FLOPS = Objective.FLOPS

@@ -7,13 +7,13 @@ import pytest
 
 from remat_kit.errors import BudgetError, CompileError
 from remat_kit.grammar import parse_plan
-from remat_kit.planner.blocks import BlockGraph, Objective, ValueRow, block_of
+from remat_kit.planner.blocks import BlockGraph, ValueRow, block_of
 from remat_kit.planner.explain import flip_of
 from remat_kit.planner.frontier import compile_points, frontier, maximize
 from remat_kit.planner.ledger import Ledger, Limits
-from remat_kit.planner.results import Measured, PlanResult
 from remat_kit.planner.search import calibrate, find_plan, plan_stack
 from remat_kit.planner.ways import Change, ways_out
+from remat_kit.planning import Measured, Objective, PlanResult
 from remat_kit.plans import bind
 from remat_kit.policy import Action, Named, NoRemat
 

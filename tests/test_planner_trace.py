@@ -9,9 +9,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from remat_kit import remat
 from remat_kit.errors import StepError
-from remat_kit.planner.blocks import Objective
 from remat_kit.planner.choices import all_choices, layer_choices
 from remat_kit.planner.from_trace import Rates, block_graph, layer_loops
+from remat_kit.planning import Objective
 from remat_kit.step import Step
 from remat_kit.trace import trace_graph, trace_step
 

@@ -7,14 +7,6 @@ block. A name may stand for several values (a kernel's output and its statistics
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
-
-
-class Objective(StrEnum):
-    """What a plan makes least of: predicted seconds, or recomputed FLOPs."""
-
-    TIME = "time"
-    FLOPS = "flops"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

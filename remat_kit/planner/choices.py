@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from remat_kit.errors import PolicyError
-from remat_kit.planner.blocks import BlockGraph, Objective
+from remat_kit.planner.blocks import BlockGraph
 from remat_kit.planner.choices_milp import solved_choices
 from remat_kit.planner.closure import HostLink, LayerChoice, movable_names, none_choice, priced_choices
+from remat_kit.planning import Objective
 
 MAX_ENUMERATED = 60_000
 """Combinations of names that are enumerated; above, a solver picks them."""

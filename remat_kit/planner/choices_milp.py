@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.sparse import csr_array
 
-from remat_kit.planner.blocks import BlockGraph, Objective, op_flops, op_seconds
+from remat_kit.planner.blocks import BlockGraph, op_flops, op_seconds
 from remat_kit.planner.closure import HostLink, LayerChoice, movable_names, priced_choices
 from remat_kit.planner.solver import Rows, at_most, minimise
+from remat_kit.planning import Objective
 
 NUM_POINTS = 48
 """Budgets between least and most bytes that are solved for."""

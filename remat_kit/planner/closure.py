@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from remat_kit.planner.blocks import BlockGraph, Objective, op_flops, op_seconds
+from remat_kit.planner.blocks import BlockGraph, op_flops, op_seconds
+from remat_kit.planning import Objective
 from remat_kit.policy import FULL, NONE, Action, ByKind, Kind, Named, Policy, Remat, Rule
 
 

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from remat_kit.planner.blocks import Objective, unpriced
+from remat_kit.planner.blocks import unpriced
 from remat_kit.planner.closure import LayerChoice, close
 from remat_kit.planner.frontier import FrontierPoint, frontier
 from remat_kit.planner.layout import Layout, PlannedStack
 from remat_kit.planner.ledger import Ledger
 from remat_kit.planner.model import MemoryModel, layer_features, prior, working_features
-from remat_kit.planner.results import Decision, Measured, Part, PlanResult
 from remat_kit.planner.solve import cost_of
+from remat_kit.planning import Decision, Measured, Objective, Part, PlanResult
 from remat_kit.policy import Action
 from remat_kit.units import format_bytes, format_scaled
 

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from remat_kit.errors import BudgetError
-from remat_kit.planner.blocks import Objective
 from remat_kit.planner.layout import Layout, PlannedStack
 from remat_kit.planner.model import MemoryModel
-from remat_kit.planner.results import Measure
 from remat_kit.planner.solve import cost_of, solve, solve_smallest
+from remat_kit.planning import Measure, Objective
 
 NUM_POINTS = 33
 """Budgets between least and most bytes that are solved for."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from remat_kit.planner.layout import Layout
 from remat_kit.planner.model import MemoryModel, Observation, fit
-from remat_kit.planner.results import LogEntry, Measure, Measured
+from remat_kit.planning import LogEntry, Measure, Measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from remat_kit.planner.blocks import Objective
 from remat_kit.planner.closure import LayerChoice
 from remat_kit.planner.layout import Layout, PlannedStack
 from remat_kit.planner.mixture import Room
 from remat_kit.planner.options import StackOptions
+from remat_kit.planning import Objective
 from remat_kit.policy import NoRemat
 
 MiB = 2**20

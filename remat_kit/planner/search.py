@@ -9,15 +9,15 @@ plans are then compiled, and each total corrects the model; a plan over the budg
 from collections.abc import Sequence
 
 from remat_kit.errors import BudgetError
-from remat_kit.planner.blocks import BlockGraph, Objective
+from remat_kit.planner.blocks import BlockGraph
 from remat_kit.planner.choices import layer_choices
 from remat_kit.planner.closure import HostLink, LayerChoice
 from remat_kit.planner.explain import explained
 from remat_kit.planner.layout import Layout, PlannedStack, shrink, uniform
 from remat_kit.planner.ledger import Ledger, Limits
 from remat_kit.planner.model import MemoryModel, name_features
-from remat_kit.planner.results import Measure, Measured, PlanResult
 from remat_kit.planner.solve import cost_of, solve, solve_smallest
+from remat_kit.planning import Measure, Measured, Objective, PlanResult
 
 SAFER = ((0.5, 0.003), (1.0, 0.004), (3.0, 0.03))
 """By plans that turned out too large so far: standard deviations, and a part of the budget, that the next one stays below it."""

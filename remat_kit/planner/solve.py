@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from remat_kit.planner.blocks import Objective
 from remat_kit.planner.layout import Layout, LayoutSegment, PlannedStack
 from remat_kit.planner.mixture import fill, smallest
 from remat_kit.planner.model import MemoryModel, options_of, room_of
 from remat_kit.planner.options import Counts, Filled, StackOptions, ordered
+from remat_kit.planning import Objective
 
 
 def solve(

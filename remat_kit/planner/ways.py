@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from remat_kit.errors import RematKitError
-from remat_kit.planner.results import WayOut
+from remat_kit.planning import WayOut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,17 @@
 """What planning takes and gives: measurements and their log, decisions by name, the plan with its proof. Plain data."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
-from remat_kit.planner.blocks import Objective
 from remat_kit.policy import Action
+
+
+class Objective(StrEnum):
+    """What a plan makes least of: predicted seconds, or recomputed FLOPs."""
+
+    TIME = "time"
+    FLOPS = "flops"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
