@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from remat_kit.analysis.buffers import find_buffer_assignment, read_totals
+from remat_kit.analysis.assignment import read_totals
+from remat_kit.analysis.dump import find_buffer_assignment
 from remat_kit.compile import environment
 from remat_kit.compile.compiler import _from_message, analysed_memory, compile_lowered, count_xla_remat
 from remat_kit.compile.topology import devices_for, identify

@@ -6,11 +6,14 @@ point in it. The dump's "(peak)" block and its cumulative bytes are never read: 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from remat_kit.errors import DumpError
+from remat_kit.records import MemoryBytes
+
 DEVICE_COLOR = 0
-HOST_COLOR = 5
+HOST_COLOR = 5  # xla::Layout::kHostMemorySpace
 
 ValueKey = tuple[str, str]
 """A value: its defining instruction, and the text of its index in that one's tuple, '' for the whole."""
@@ -73,6 +76,19 @@ class LiveRanges:
     ranges: Mapping[ValueKey, tuple[int, int]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferTotals:
+    """Totals of one program, bytes.
+
+    Attributes:
+        device: Of device memory.
+        host: Of host memory.
+    """
+
+    device: MemoryBytes
+    host: MemoryBytes
+
+
 _ALLOCATION = re.compile(r"^allocation (\d+): size (\d+), (.*)$")
 _VALUE = re.compile(r"^ value: <\d+ ([\w.\-]+)(?:\{([\d,]*)\})? (?:\(phi\) )?@\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
 _RANGE = re.compile(r"^\s+([\w.\-]+)\{([\d,]*)\}:(\d+)-(\d+)$")
@@ -103,6 +119,45 @@ def read_assignment(text: str) -> tuple[Allocation, ...]:
     if header:
         allocations.append(_allocation(header, values))
     return tuple(allocations)
+
+
+def read_totals(lines: Iterable[str]) -> BufferTotals:
+    """Adds up a buffer assignment without reading its values. XLA writes it before it decides whether the program fits.
+
+    Args:
+        lines: Of the dump.
+
+    Returns:
+        Totals in bytes, as the compiler's own.
+
+    Raises:
+        DumpError: The text holds no allocation.
+    """
+    found = [_allocation(match, []) for line in lines if (match := _ALLOCATION.match(line.rstrip()))]
+    if not found:
+        raise DumpError("not a buffer assignment: no line starts with 'allocation'.")
+    return BufferTotals(device=bytes_of_color(found, DEVICE_COLOR), host=bytes_of_color(found, HOST_COLOR))
+
+
+def bytes_of_color(allocations: Iterable[Allocation], color: int) -> MemoryBytes:
+    """Sums the allocations of a memory space. Constants and what is local to a thread belong to no total.
+
+    Args:
+        allocations: Of one program.
+        color: Of the space.
+
+    Returns:
+        Its totals.
+    """
+    argument = output = alias = temp = 0
+    for each in allocations:
+        if each.color == color and not each.is_thread_local:
+            is_argument = each.parameter is not None
+            argument += each.size_bytes * is_argument
+            output += each.size_bytes * each.is_live_out
+            alias += each.size_bytes * (is_argument and each.is_live_out)
+            temp += each.size_bytes * each.is_temp
+    return MemoryBytes(argument_bytes=argument, output_bytes=output, alias_bytes=alias, temp_bytes=temp)
 
 
 def read_live_ranges(text: str) -> LiveRanges:

@@ -30,30 +30,59 @@ class Dump:
     live: LiveRanges
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DumpTexts:
+    """The three texts of a dump, as they are kept.
+
+    Attributes:
+        hlo: The optimized, scheduled program.
+        assignment: Its buffer assignment.
+        live_ranges: Its schedule and live ranges.
+    """
+
+    hlo: str
+    assignment: str
+    live_ranges: str
+
+
+def find_buffer_assignment(folder: Path) -> Path | None:
+    """The buffer assignment in a compile's dump folder; the largest file, should the compiler have split off side programs."""
+    return max(folder.glob(f"*{_ASSIGNMENT}"), key=lambda path: path.stat().st_size, default=None)
+
+
 def read_dump(folder: Path) -> Dump:
-    """Reads the dump of one compile.
+    """Reads the dump of one compile; see `read_texts`."""
+    return parse_dump(read_texts(folder))
+
+
+def read_texts(folder: Path) -> DumpTexts:
+    """Reads the files of the dump of one compile.
 
     Args:
         folder: Where the compiler wrote it. Of several programs the largest is the step.
 
     Returns:
-        The dump.
+        Their texts.
 
     Raises:
-        DumpError: If a file is missing.
+        DumpError: A file is missing.
     """
-    found = sorted(folder.glob(f"*{_ASSIGNMENT}"), key=lambda path: path.stat().st_size)
-    if not found:
+    assignment = find_buffer_assignment(folder)
+    if assignment is None:
         raise DumpError(f"{folder} has no *{_ASSIGNMENT}: compile with xla_dump_to={folder} and xla_dump_hlo_as_text=True.")
-    stem = found[-1].name.removesuffix("-buffer-assignment.txt")
-    return parse_dump(
-        hlo=_read(folder / f"{stem}.txt"), assignment=_read(found[-1]), live_ranges=_read(folder / f"{stem}-live-range.txt")
+    stem = assignment.name.removesuffix("-buffer-assignment.txt")
+    return DumpTexts(
+        hlo=_read(folder / f"{stem}.txt"), assignment=_read(assignment), live_ranges=_read(folder / f"{stem}-live-range.txt")
     )
 
 
-def parse_dump(*, hlo: str, assignment: str, live_ranges: str) -> Dump:
+def parse_dump(texts: DumpTexts) -> Dump:
     """Reads the three texts of a dump."""
-    return Dump(module=read_module(hlo), allocations=read_assignment(assignment), live=read_live_ranges(live_ranges))
+    return Dump(
+        module=read_module(texts.hlo),
+        allocations=read_assignment(texts.assignment),
+        live=read_live_ranges(texts.live_ranges),
+    )
 
 
 def _read(path: Path) -> str:

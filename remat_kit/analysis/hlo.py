@@ -8,6 +8,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+LIBRARY_FOLDER = "site-packages/"
+"""What paths of installed libraries start with, once the folders of a machine are removed from a dump."""
+
+_LIBRARIES = (LIBRARY_FOLDER, "remat_kit/")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
@@ -108,6 +113,10 @@ def attribute(instruction: Instruction, key: str) -> str | None:
 
 
 def source_of(module: HloModule, frame: int) -> str:
-    """`file:line` of the innermost frame; empty when unknown."""
-    found = module.frames.get(frame)
-    return f"{found.file}:{found.line}" if found else ""
+    """`file:line` of the innermost frame outside installed libraries and remat-kit, else of the innermost; empty when unknown."""
+    innermost = module.frames.get(frame)
+    found = innermost
+    while found is not None and found.file.startswith(_LIBRARIES):
+        found = module.frames.get(found.parent)
+    chosen = found or innermost
+    return f"{chosen.file.removeprefix(LIBRARY_FOLDER)}:{chosen.line}" if chosen else ""

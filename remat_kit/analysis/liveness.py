@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from remat_kit.analysis.assignment import DEVICE_COLOR, HOST_COLOR, Allocation, AssignedValue
+from remat_kit.analysis.assignment import DEVICE_COLOR, HOST_COLOR, Allocation, AssignedValue, bytes_of_color
 from remat_kit.analysis.dataflow import Dataflow, instruction_of
 from remat_kit.analysis.dump import Dump
 from remat_kit.analysis.hlo import source_of
@@ -92,19 +92,13 @@ def arena_of(dump: Dump, space: Space) -> Arena:
 
 def totals_of(dump: Dump, space: Space, arena: Arena) -> SpaceTotals:
     """Sums the allocations of a memory space as the compiler's own totals do."""
-    argument = output = alias = 0
-    for each in dump.allocations:
-        if each.color != _COLORS[space] or each.is_thread_local or each.is_temp:
-            continue
-        argument += each.size_bytes if each.parameter is not None else 0
-        output += each.size_bytes if each.is_live_out else 0
-        alias += each.size_bytes if each.is_live_out and each.parameter is not None else 0
+    found = bytes_of_color(dump.allocations, _COLORS[space])
     return SpaceTotals(
         space=space,
-        argument_bytes=argument,
-        output_bytes=output,
-        alias_bytes=alias,
-        arena_bytes=arena.size_bytes,
+        argument_bytes=found.argument_bytes,
+        output_bytes=found.output_bytes,
+        alias_bytes=found.alias_bytes,
+        arena_bytes=found.temp_bytes,
         live_bytes=arena.live_bytes,
     )
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from remat_kit.analysis.arguments import arguments_of
+from remat_kit.analysis.assignment import BufferTotals
 from remat_kit.analysis.attribution import peak_classes
 from remat_kit.analysis.dataflow import index_dataflow
 from remat_kit.analysis.dump import Dump
@@ -117,6 +118,27 @@ def check_totals(
         )
         return totals, (note,)
     raise DumpError(_disagreement("temp_bytes", totals.arena_bytes, compiler.temp_bytes))
+
+
+def check_dump(totals: BufferTotals, *, device: MemoryBytes, host: MemoryBytes, peak_memory_bytes: int | None) -> None:
+    """Holds a dump's totals against those of `memory_analysis()`, see `check_totals`.
+
+    Raises:
+        DumpError: If they disagree.
+    """
+    check_totals(_as_space(totals.device, Space.DEVICE), device, peak_memory_bytes=peak_memory_bytes)
+    check_totals(_as_space(totals.host, Space.HOST), host)
+
+
+def _as_space(totals: MemoryBytes, space: Space) -> SpaceTotals:
+    return SpaceTotals(
+        space=space,
+        argument_bytes=totals.argument_bytes,
+        output_bytes=totals.output_bytes,
+        alias_bytes=totals.alias_bytes,
+        arena_bytes=totals.temp_bytes,
+        live_bytes=totals.temp_bytes,
+    )
 
 
 def _disagreement(what: str, dumped: int, reported: int) -> str:

@@ -2,20 +2,24 @@
 
 The key holds the program with its source locations, the devices, every option and flag, and the versions of what compiles.
 Locations count since a report names source lines; paths in them are made relative, so that a moved checkout still hits, and
-what differs from process to process is masked. A file that can't be read is a miss; files are replaced atomically, so that
-two processes may share a folder.
+what differs from process to process is masked. Beside a result stands, once somebody asked to have it explained, the compressed
+dump of its compile. A file that can't be read is a miss; files are replaced atomically, so that two processes may share a folder.
 """
 
 import hashlib
 import os
 import re
 import sys
+import sysconfig
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
+from remat_kit.analysis.dump import DumpTexts
+from remat_kit.analysis.hlo import LIBRARY_FOLDER
 from remat_kit.files import write_whole
 from remat_kit.records import SCHEMA_VERSION, CompiledStep
 
@@ -40,6 +44,13 @@ class _Entry:
     schema: int
     key: str
     step: CompiledStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DumpEntry:
+    schema: int
+    key: str
+    texts: DumpTexts
 
 
 def default_folder(environ: Mapping[str, str] = os.environ) -> Path:
@@ -75,8 +86,7 @@ def canonical_program(text: str, roots: Iterable[str] | None = None) -> str:
         The text with relative paths, with the addresses of partitioning callbacks numbered in order of appearance, and without
         the addresses in Python reprs.
     """
-    for root in _roots() if roots is None else roots:
-        text = text.replace(f'"{root}{os.sep}', '"')
+    text = _relative(text, _roots() if roots is None else roots)
     seen: dict[str, int] = {}
 
     def number(match: re.Match[str]) -> str:
@@ -84,6 +94,21 @@ def canonical_program(text: str, roots: Iterable[str] | None = None) -> str:
 
     lines = (_POINTER.sub(number, line) if _POINTER_CALL in line else line for line in text.split("\n"))
     return _REPR_ADDRESS.sub(" at 0x", "\n".join(lines))
+
+
+def without_roots(texts: DumpTexts) -> DumpTexts:
+    """A dump whose source files are relative to the current folder and Python's search path, as in `canonical_program`.
+
+    Installed libraries keep their folder's name, so that a reader of the dump can tell them from the user's code.
+    """
+    hlo = texts.hlo.replace(f'"{sysconfig.get_path("purelib")}{os.sep}', f'"{LIBRARY_FOLDER}')
+    return replace(texts, hlo=_relative(hlo, _roots()))
+
+
+def _relative(text: str, roots: Iterable[str]) -> str:
+    for root in roots:
+        text = text.replace(f'"{root}{os.sep}', '"')
+    return text
 
 
 def load(cache: Cache, key: str) -> CompiledStep | None:
@@ -108,8 +133,29 @@ def store(cache: Cache, key: str, step: CompiledStep) -> None:
     write_whole(path, msgspec.json.encode(_Entry(schema=SCHEMA_VERSION, key=key, step=step)))
 
 
-def _path(cache: Cache, key: str) -> Path:
-    return cache.folder / "compile" / f"{key}.json"
+def load_dump(cache: Cache, key: str) -> DumpTexts | None:
+    """The dump that was stored under a key; None = nothing readable."""
+    try:
+        entry = msgspec.json.decode(zlib.decompress(_path(cache, key, "dump").read_bytes()), type=_DumpEntry)
+    except (OSError, zlib.error, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return entry.texts if (entry.schema, entry.key) == (SCHEMA_VERSION, key) else None
+
+
+def store_dump(cache: Cache, key: str, texts: DumpTexts) -> None:
+    """Stores a dump: whole or not at all.
+
+    Raises:
+        OSError: The folder can't be written to.
+    """
+    path = _path(cache, key, "dump")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entry = _DumpEntry(schema=SCHEMA_VERSION, key=key, texts=texts)
+    write_whole(path, zlib.compress(msgspec.json.encode(entry), level=1))
+
+
+def _path(cache: Cache, key: str, ending: str = "json") -> Path:
+    return cache.folder / "compile" / f"{key}.{ending}"
 
 
 def _roots() -> list[str]:

@@ -1,6 +1,7 @@
 """Compiles a lowered step for its target and reads off what memory it takes.
 
-In: a `jax.stages.Lowered` and its target. Out: `CompiledStep`, bytes per device. Totals are the compiler's own: from
+In: a `jax.stages.Lowered` and its target. Out: `CompiledStep`, bytes per device, and for an explanation the texts that the
+compile dumped besides, which are cached too. Totals are the compiler's own: from
 `memory_analysis()` on CPU and GPU; on TPU from the buffer assignment that every compile dumps into a private folder, for two
 reasons. A TPU's compiler refuses a program that does not fit, and the dump is then all there is. And libtpu's
 `temp_size_in_bytes` counts fragmentation twice (HLO temp + fragmentation, seen with libtpu 0.0.42.1 and 0.0.50.1), while what it
@@ -13,6 +14,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,21 @@ import jax
 from jax.stages import Compiled, Lowered
 
 from remat_kit import _jax
-from remat_kit.analysis.buffers import find_buffer_assignment, read_totals
-from remat_kit.compile.cache import Cache, cache_key, canonical_program, load, store
+from remat_kit.analysis.assignment import BufferTotals, read_totals
+from remat_kit.analysis.dump import DumpTexts, find_buffer_assignment, read_texts
+from remat_kit.analysis.report import check_dump
+from remat_kit.compile.cache import (
+    Cache,
+    cache_key,
+    canonical_program,
+    load,
+    load_dump,
+    store,
+    store_dump,
+    without_roots,
+)
 from remat_kit.compile.environment import compiler_flags
-from remat_kit.errors import CompileError, TargetError, nearest
+from remat_kit.errors import CompileError, DumpError, TargetError, nearest
 from remat_kit.records import SCHEMA_VERSION, CompiledStep, MemoryBytes
 from remat_kit.targets import OptionValue, Target
 from remat_kit.units import parse_bytes
@@ -31,6 +44,7 @@ from remat_kit.units import parse_bytes
 NO_HOST_NOTE = "host memory is not modelled on CPU"
 REFUSED_NOTE = "the compiler refuses this program for its size; bytes are from its buffer assignment"
 FROM_MESSAGE_NOTE = "bytes are from the compiler's message, rounded: it left no dump"
+AGAIN_NOTE = "compiled before without its dump, so compiled again to be explained"
 NO_DUMP_NOTE = "libtpu left no dump: temporaries are from memory_analysis(), which counts fragmentation twice"
 
 _PACKAGES = {
@@ -68,16 +82,82 @@ def compile_lowered(
         TargetError: An option is unknown to the target's compiler, or has a wrong value.
         CompileError: The compiler failed on the program.
     """
-    options = dict(target.compiler_options) | {name: _typed(value) for name, value in xla_options}
-    versions = tuple(_versions(_platform(target)))
-    key = None if cache is None else _key(lowered, target=target, options=options, versions=versions)
-    if cache is not None and key is not None and (found := load(cache, key)) is not None:
+    job = _job(lowered, target=target, xla_options=xla_options, cache=cache)
+    if cache is not None and (found := load(cache, job.key)) is not None:
         return found
-    step = _compile(lowered, target=target, options=options, versions=versions)
-    if cache is None or key is None:
-        return step
+    with _dump_folder() as folder:
+        step = _compile(job, Path(folder), is_dumped=job.platform == "tpu")
+    return step if cache is None else _stored(cache, job, step, None)
+
+
+def compile_with_dump(
+    lowered: Lowered,
+    *,
+    target: Target,
+    xla_options: tuple[tuple[str, OptionValue], ...] = (),
+    cache: Cache | None = None,
+) -> tuple[CompiledStep, DumpTexts]:
+    """Compiles a step and keeps what its compile dumped; both come from the cache where both are there.
+
+    Args:
+        lowered: See `compile_lowered`.
+        target: See `compile_lowered`.
+        xla_options: See `compile_lowered`.
+        cache: See `compile_lowered`.
+
+    Returns:
+        What `compile_lowered` gives, and the dump, also of a program that the compiler refused for its size.
+
+    Raises:
+        TargetError: See `compile_lowered`.
+        CompileError: See `compile_lowered`; or the compile left no dump.
+        DumpError: The dump disagrees with the compiler's own totals.
+    """
+    job = _job(lowered, target=target, xla_options=xla_options, cache=cache)
+    known = None if cache is None else load(cache, job.key)
+    if cache is not None and known is not None and (kept := load_dump(cache, job.key)) is not None:
+        return known, kept
+    with _dump_folder() as folder:
+        step = _compile(job, Path(folder), is_dumped=True)
+        try:
+            texts = without_roots(read_texts(Path(folder)))
+        except DumpError as error:
+            raise CompileError(f"nothing to explain: the compiler for {target.text!r} left no dump. {error}") from error
+    if known is not None:
+        step = dataclasses.replace(step, notes=(*step.notes, AGAIN_NOTE))
+    return (step if cache is None else _stored(cache, job, step, texts)), texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """A compile and all that decides its result; without a cache the key is empty."""
+
+    lowered: Lowered
+    target: Target
+    platform: str
+    options: Mapping[str, OptionValue]
+    versions: tuple[tuple[str, str], ...]
+    key: str
+
+
+def _job(lowered: Lowered, *, target: Target, xla_options: tuple[tuple[str, OptionValue], ...], cache: Cache | None) -> _Job:
+    options = dict(target.compiler_options) | {name: _typed(value) for name, value in xla_options}
+    platform = _platform(target)
+    versions = tuple(_versions(platform))
+    key = "" if cache is None else _key(lowered, target=target, options=options, versions=versions)
+    return _Job(lowered=lowered, target=target, platform=platform, options=options, versions=versions, key=key)
+
+
+def _dump_folder() -> "tempfile.TemporaryDirectory[str]":
+    return tempfile.TemporaryDirectory(prefix="remat-kit-dump-", ignore_cleanup_errors=True)
+
+
+def _stored(cache: Cache, job: _Job, step: CompiledStep, texts: DumpTexts | None) -> CompiledStep:
+    """Stores a result; one that can't be stored says so."""
     try:
-        store(cache, key, step)
+        store(cache, job.key, dataclasses.replace(step, notes=tuple(note for note in step.notes if note != AGAIN_NOTE)))
+        if texts is not None:
+            store_dump(cache, job.key, texts)
     except OSError as error:
         return dataclasses.replace(step, notes=(*step.notes, f"not cached: {cache.folder}: {error.strerror}"))
     return step
@@ -97,33 +177,30 @@ def _key(lowered: Lowered, *, target: Target, options: Mapping[str, OptionValue]
     return cache_key(canonical_program(lowered.as_text(debug_info=True)), parts)
 
 
-def _compile(
-    lowered: Lowered, *, target: Target, options: Mapping[str, OptionValue], versions: tuple[tuple[str, str], ...]
-) -> CompiledStep:
-    with tempfile.TemporaryDirectory(prefix="remat-kit-dump-", ignore_cleanup_errors=True) as folder:
-        given: dict[str, Any] = dict(options)
-        if _platform(target) == "tpu":
-            given |= {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        started_s = time.perf_counter()
-        refused, compiled = None, None
-        try:
-            compiled = lowered.compile(compiler_options=given)
-        except jax.errors.JaxRuntimeError as error:
-            refused = str(error)
-            if not _REFUSAL.search(refused):
-                raise _failure(target, refused) from error
-        compile_s = time.perf_counter() - started_s
-        device, host, notes = _memory(lowered, compiled, refused, target=target, folder=Path(folder))
-        text = _dumped_text(Path(folder)) if compiled is None else compiled.as_text() or ""
-        return CompiledStep(
-            device=device,
-            host=host,
-            refused=None if refused is None else refused.strip().splitlines()[0],
-            num_xla_remat=count_xla_remat(text),
-            compile_s=compile_s,
-            versions=versions,
-            notes=notes,
-        )
+def _compile(job: _Job, folder: Path, *, is_dumped: bool) -> CompiledStep:
+    given: dict[str, Any] = dict(job.options)
+    if is_dumped:
+        given |= {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+    started_s = time.perf_counter()
+    refused, compiled = None, None
+    try:
+        compiled = job.lowered.compile(compiler_options=given)
+    except jax.errors.JaxRuntimeError as error:
+        refused = str(error)
+        if not _REFUSAL.search(refused):
+            raise _failure(job.target, refused) from error
+    compile_s = time.perf_counter() - started_s
+    device, host, notes = _memory(job, compiled, refused, folder)
+    text = _dumped_text(folder) if compiled is None else compiled.as_text() or ""
+    return CompiledStep(
+        device=device,
+        host=host,
+        refused=None if refused is None else refused.strip().splitlines()[0],
+        num_xla_remat=count_xla_remat(text),
+        compile_s=compile_s,
+        versions=job.versions,
+        notes=notes,
+    )
 
 
 def count_xla_remat(text: str) -> int:
@@ -132,24 +209,40 @@ def count_xla_remat(text: str) -> int:
 
 
 def _memory(
-    lowered: Lowered, compiled: Compiled | None, refused: str | None, *, target: Target, folder: Path
+    job: _Job, compiled: Compiled | None, refused: str | None, folder: Path
 ) -> tuple[MemoryBytes, MemoryBytes | None, tuple[str, ...]]:
-    assignment = find_buffer_assignment(folder)
-    if assignment is not None:
-        with assignment.open() as lines:
-            totals = read_totals(lines)
+    totals = _dumped_totals(folder)
+    if totals is not None and compiled is not None:
+        _check_against_compiler(totals, compiled, is_tpu=job.platform == "tpu")
+    if totals is not None and (job.platform == "tpu" or compiled is None):
         return totals.device, totals.host, () if refused is None else (REFUSED_NOTE,)
     if compiled is None:
         assert refused is not None
-        return _from_message(lowered, refused, target=target), None, (FROM_MESSAGE_NOTE,)
+        return _from_message(job.lowered, refused, target=job.target), None, (FROM_MESSAGE_NOTE,)
     device, host = analysed_memory(compiled)
-    match _platform(target):
+    match job.platform:
         case "cpu":
             return device, None, (NO_HOST_NOTE,)
         case "tpu":
             return device, host, (NO_DUMP_NOTE,)
         case _:
             return device, host, ()
+
+
+def _check_against_compiler(totals: BufferTotals, compiled: Compiled, *, is_tpu: bool) -> None:
+    device, host = analysed_memory(compiled)
+    if is_tpu and not device.temp_bytes:  # libtpu says so of toys whose arena is small enough for it to forget
+        device = dataclasses.replace(device, temp_bytes=totals.device.temp_bytes)
+    stats: Any = compiled.memory_analysis()
+    check_dump(totals, device=device, host=host, peak_memory_bytes=stats.peak_memory_in_bytes)
+
+
+def _dumped_totals(folder: Path) -> BufferTotals | None:
+    assignment = find_buffer_assignment(folder)
+    if assignment is None:
+        return None
+    with assignment.open() as lines:
+        return read_totals(lines)
 
 
 def analysed_memory(compiled: Compiled) -> tuple[MemoryBytes, MemoryBytes]:

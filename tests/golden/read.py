@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from remat_kit.analysis.dump import Dump, parse_dump
+from remat_kit.analysis.dump import Dump, DumpTexts, parse_dump
 from remat_kit.graph import Origin, Residual
 from remat_kit.records import MemoryBytes
 
@@ -44,7 +44,7 @@ def read_golden(name: str) -> Golden:
         next(text for key, text in texts.items() if key.endswith(end))
         for end in ("optimizations.txt", "-buffer-assignment.txt", "-live-range.txt")
     )
-    dump = parse_dump(hlo=hlo, assignment=assignment, live_ranges=live_ranges)
+    dump = parse_dump(DumpTexts(hlo=hlo, assignment=assignment, live_ranges=live_ranges))
     residuals = tuple(
         Residual(**each | {"names": tuple(each["names"]), "shape": tuple(each["shape"]), "origin": Origin(each["origin"])})
         for each in facts["residuals"]
