@@ -19,7 +19,7 @@ from models.config import DecoderConfig, Mlp, Positions
 from models.layers import WEIGHT_INIT, Projection, make_norm, rotary_angles, rotate
 from models.sharding import BATCH, DATA, FSDP, TENSOR, Layout, constrain
 from remat_kit import StackPlan, remat, stack
-from remat_kit.attention import Kernel, Partition, causal_attention
+from remat_kit.attention import Kernel, Partition, attend
 from remat_kit.policy import NONE
 from remat_kit.presets import Role
 
@@ -76,7 +76,7 @@ class Block(nn.Module):
         k_BTGK = self.heads(x_BTD, "k", config.num_kv_heads, angles)
         v_BTGK = self.heads(x_BTD, "v", config.num_kv_heads, None)
         partition = None if layout.mesh is None else Partition(mesh=layout.mesh, batch=BATCH, heads=TENSOR)
-        a_BTHK = causal_attention(q_BTHK, k_BTGK, v_BTGK, kernel=self.runtime.kernel, partition=partition, name="attn")
+        a_BTHK = attend(q_BTHK, k_BTGK, v_BTGK, kernel=self.runtime.kernel, partition=partition, name="attn")
         a_BTD = a_BTHK.reshape(*x_BTD.shape[:2], config.num_heads * config.head_dim)
         return checkpoint_name(self.project(a_BTD, "attn_out", config.d_model), "attn_out")
 

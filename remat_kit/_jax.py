@@ -92,24 +92,34 @@ def user_frames(eqn: Any) -> Iterator[tuple[str, int]]:
         yield frame.file_name, frame.start_line
 
 
-def cudnn_attention_forward(query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float) -> tuple[jax.Array, jax.Array]:
-    """cuDNN's causal flash attention for training, on (batch, tokens, heads, width) of one device.
+def cudnn_attention_forward(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float, is_causal: bool
+) -> tuple[jax.Array, jax.Array]:
+    """cuDNN's flash attention for training, on (batch, tokens, heads, width) of one device.
 
     The public function hides the softmax statistics in its own derivative rule, where no policy can name them.
 
     Returns:
         The context, shaped like `query`, and the statistics, (batch, heads, tokens) in f32.
     """
-    params = {**_cudnn_params(scale), "is_training": True}
+    params = {**_cudnn_params(scale, is_causal=is_causal), "is_training": True}
     return tuple(_cudnn._dot_product_attention_fwd_p.bind(query, key, value, *_cudnn_absent(query.dtype, 7), **params))
 
 
 def cudnn_attention_backward(
-    query: jax.Array, key: jax.Array, value: jax.Array, out: jax.Array, stats: jax.Array, gradient: jax.Array, *, scale: float
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    out: jax.Array,
+    stats: jax.Array,
+    gradient: jax.Array,
+    *,
+    scale: float,
+    is_causal: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of `cudnn_attention_forward` with respect to query, key and value, from its two results."""
     operands = (query, key, value, *_cudnn_absent(query.dtype, 7), stats, out, gradient)
-    return tuple(_cudnn._dot_product_attention_bwd_p.bind(*operands, **_cudnn_params(scale)))
+    return tuple(_cudnn._dot_product_attention_bwd_p.bind(*operands, **_cudnn_params(scale, is_causal=is_causal)))
 
 
 def _cudnn_absent(dtype: Any, count: int) -> list[jax.Array]:
@@ -117,13 +127,13 @@ def _cudnn_absent(dtype: Any, count: int) -> list[jax.Array]:
     return [jnp.zeros(0, dtype)] * count
 
 
-def _cudnn_params(scale: float) -> dict[str, Any]:
+def _cudnn_params(scale: float, *, is_causal: bool) -> dict[str, Any]:
     params = {
         "scale": scale,
         "seed": 42,
         "dropout_rate": 0.0,
         "variadic_args": (False, False),
-        "mask_type": _cudnn.MaskType.CAUSAL,
+        "mask_type": _cudnn.MaskType.CAUSAL if is_causal else _cudnn.MaskType.NO_MASK,
         "layout": _cudnn.AttentionLayout.BTNH.value,
         "sliding_window_length": None,
     }
