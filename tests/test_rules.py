@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen as nn
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from remat_kit import PolicyError, parse_policy, remat
+from remat_kit import PolicyError, parse_policy, remat, rematerialize
 from remat_kit.operations import KERNELS, MATMULS
 
 WIDTH = 8
@@ -105,6 +106,40 @@ def test_weights_of_linen_modules():
     assert extra == {"full": 3, "weights": 1}
 
 
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x_BD):
+        hidden_BF = jnp.sin(self.up(x_BD))
+        return jnp.sin(jnp.sin(self.down(hidden_BF)) @ jnp.cos(hidden_BF).T)
+
+
+@pytest.mark.parametrize("by_path", [False, True])
+def test_weights_of_nnx_modules(by_path):
+    def again(policy):
+        module = NnxBlock(nnx.Rngs(0))
+        model = nnx.Dict(block=module if by_path else remat(module, policy))
+        graphdef, params = nnx.split(model)
+
+        def loss(params):
+            model = nnx.merge(graphdef, params)
+            with rematerialize({"block": policy}, model) if by_path else contextlib.nullcontext():
+                return jnp.sum(jnp.sin(model["block"](X)))
+
+        return matmuls(jax.grad(loss), params)
+
+    assert {policy: again(policy) - again("none") for policy in ("full", "weights")} == {"full": 3, "weights": 1}
+
+
+def test_weights_of_nnx_modules_that_a_trace_closes_over():
+    def again(policy):
+        module = remat(NnxBlock(nnx.Rngs(0)), policy)
+        return matmuls(jax.grad(lambda x: jnp.sum(jnp.sin(module(x)))), X)
+
+    assert {policy: again(policy) - again("none") for policy in ("full", "weights")} == {"full": 3, "weights": 1}
+
+
 def test_weights_must_know_the_parameters():
     with pytest.raises(PolicyError, match="params_argnums"):
         jax.grad(lambda x: jnp.sum(remat(lambda x: x @ x, "weights")(x)))(X[:, :4])
@@ -168,7 +203,7 @@ def test_equal_policies_are_traced_once():
 
     def noted(x):
         traces.append(x)
-        return jnp.sin(x)
+        return jnp.sin(checkpoint_name(jnp.sin(x), "a"))
 
     @jax.jit
     def step(x):

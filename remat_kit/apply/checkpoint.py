@@ -55,25 +55,6 @@ def checkpoint(
     return run
 
 
-def lower_unseen(policy: Remat) -> Any:
-    """The policy as a transform takes it that calls `jax.checkpoint` by itself, before anything is traced.
-
-    Raises:
-        PolicyError: It holds the rule `weights`, or jax_remat3 is on and can't express it without knowing the names.
-    """
-    if ByKind(Kind.WEIGHTS) in policy.rules:
-        raise PolicyError(f"{str(policy)!r}: the rule weights can't be applied to NNX modules; save by names, or dots_no_batch.")
-    if not _jax.remat3_is_on() or not policy.rules:
-        return lower_policy(policy)
-    _check_remat3(policy.rules)
-    if _jax.REMAT3_ASKS_POLICIES:
-        return lower_policy(policy)
-    names = [pattern for rule in policy.rules if isinstance(rule, Named) for pattern in rule.patterns]
-    if any("*" in name for name in names):
-        raise _inexpressible(policy.rules[0], "names with * are not looked up there before tracing")
-    return jax.checkpoint_policies.save_only_these_names(*(name for name in names if _is_saved(name, policy.rules)))
-
-
 def _with_named_weights(
     fn: Callable[..., Any], policy: Remat, num_static: int, find_weights: FindWeights | None
 ) -> Callable[..., Any]:
@@ -82,7 +63,7 @@ def _with_named_weights(
     if find_weights is None:
         raise PolicyError(
             f"{str(policy)!r}: the rule weights has to know which arguments are parameters: remat(f, policy, params_argnums=0). "
-            "Linen modules and stacks know theirs."
+            "Linen and NNX modules and stacks know theirs."
         )
     return name_weight_matmuls(fn, num_static=num_static, find_weights=find_weights)
 

@@ -1,8 +1,8 @@
 """Rematerialization of Flax NNX: classes, instances, methods, and functions that are handed modules.
 
-Built on `nnx.remat`, which carries what a module writes (batch statistics, random counters, sown values) out of
-`jax.checkpoint`; beyond it, keyword-only arguments work and arguments that are no arrays stay Python values. Wrapping is per
-instance: no class is changed.
+Like `nnx.remat` this carries what a module writes (batch statistics, random counters, sown values) out of `jax.checkpoint`;
+beyond it, keyword-only arguments work, arguments that are no arrays stay Python values, and the rule `weights` knows the
+`nnx.Param`. Wrapping is per instance: no class is changed.
 """
 
 import functools
@@ -14,8 +14,9 @@ import jax
 from flax import nnx
 
 from remat_kit.apply.arguments import StaticArguments, join_arguments, split_arguments
-from remat_kit.apply.checkpoint import lower_unseen
-from remat_kit.apply.function import MARK, Wrapping, subclass
+from remat_kit.apply.function import MARK, Wrapping, checkpointed, subclass
+
+_CONTEXT = "remat_kit"
 
 
 def wrap_module(target: Any, wrapping: Wrapping) -> Any | None:
@@ -48,16 +49,66 @@ def call_with_modules(
     """Calls a function, some of whose arguments hold state, rematerialized; `self` is an argument like others."""
     constants, leaves = split_arguments(args, kwargs, static=static, is_node=is_node)
 
-    def remat(leaves: list[Any]) -> Any:
+    def call(leaves: list[Any]) -> Any:
         args, kwargs = join_arguments(constants, leaves)
         return fn(*args, **kwargs)
 
-    # `nnx.remat` writes every variable back, which those that a trace closes over forbid; without graph updates it writes back
-    # what changed alone (and Flax raises as it does without remat), but loses variables that the call adds.
-    variables = [node for _, node in nnx.iter_graph(leaves, graph=True) if isinstance(node, nnx.Variable)]
-    graph_updates = all(variable._can_update for variable in variables)  # no public name asks
-    policy = lower_unseen(wrapping.policy)
-    return nnx.remat(remat, policy=policy, prevent_cse=wrapping.prevent_cse, graph_updates=graph_updates)(leaves)
+    if all(variable._can_update for variable in _variables(leaves)):  # no public name asks
+        return _call_and_update_graph(call, leaves, wrapping)
+    return _call_and_write_changes(call, leaves, wrapping)
+
+
+def _call_and_update_graph(call: Callable[[list[Any]], Any], leaves: list[Any], wrapping: Wrapping) -> Any:
+    """As `nnx.remat`: all that the call does to the modules is done to those outside, variables that it adds included."""
+    with nnx.update_context(_CONTEXT):
+        with nnx.split_context(_CONTEXT) as context:
+            graphdef, state = context.split(leaves)
+
+        def pure(state: Any) -> tuple[Any, Any]:
+            with nnx.merge_context(_CONTEXT, inner=True) as context:
+                inside = context.merge(graphdef, state)
+            result = call(inside)
+            with nnx.split_context(_CONTEXT) as context:
+                return context.split(([leaf for leaf in inside if is_node(leaf)], result))
+
+        graphdef_out, state_out = checkpointed(pure, wrapping, find_weights=_find_weights)(state)
+        with nnx.merge_context(_CONTEXT, inner=False) as context:
+            return context.merge(graphdef_out, state_out)[1]
+
+
+def _call_and_write_changes(call: Callable[[list[Any]], Any], leaves: list[Any], wrapping: Wrapping) -> Any:
+    """For modules with variables that the trace around closes over, which must not be written.
+
+    What the call changes is written back, and Flax raises as it does without remat where it must not be. Variables that the call
+    adds are lost.
+    """
+    graphdef, state = nnx.split(leaves)
+    changed: list[int] = []
+
+    def pure(state: Any) -> tuple[Any, list[Any]]:
+        inside = nnx.merge(graphdef, state)
+        variables = _variables(inside)
+        before = [variable.get_raw_value() for variable in variables]
+        result = call(inside)
+        after = [variable.get_raw_value() for variable in variables]
+        changed[:] = [position for position, value in enumerate(after) if value is not before[position]]
+        return result, [after[position] for position in changed]
+
+    result, values = checkpointed(pure, wrapping, find_weights=_find_weights)(state)
+    variables = _variables(leaves)
+    for position, value in zip(changed, values, strict=True):
+        variables[position].set_value(value)
+    return result
+
+
+def _variables(tree: Any) -> list[nnx.Variable]:
+    return [node for _, node in nnx.iter_graph(tree, graph=True) if isinstance(node, nnx.Variable)]
+
+
+def _find_weights(*trees: Any) -> list[bool]:
+    """Which leaves of modules taken apart are parameters: those of `nnx.Param`."""
+    found = jax.tree.leaves(trees, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return [isinstance(leaf, nnx.Param) for leaf in found for _ in jax.tree.leaves(leaf)]
 
 
 def with_class(module: nnx.Module, module_class: type[nnx.Module]) -> Any:
