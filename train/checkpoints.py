@@ -1,0 +1,163 @@
+"""Checkpoints of a run: orbax, asynchronous, the newest few and the best; whole or not there at all.
+
+One holds the state and a JSON record beside it: where the data are, the key, the plan, versions, and a fingerprint of every leaf.
+Orbax writes into a temporary folder and renames it at the end, so a kill leaves whole checkpoints only; one that was damaged
+afterwards is found by its fingerprints, and the one before is taken, with a warning. The tree of a state does not depend on the
+plan, so any plan goes on from any checkpoint.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as managers
+
+from train.errors import CheckpointError, TrainWarning
+from train.state import State, fingerprints, rebuild
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What a checkpoint says beside its state.
+
+    Attributes:
+        step: Steps done.
+        position: Where the data are, see `train.feed.Feed.position`.
+        data_fingerprint: Of the examples.
+        batch: Pairs of name and shape of the batch; the position counts such batches.
+        seed: Of the parameters' key.
+        plan: Text of the plan that trained the steps before.
+        versions: Package -> version.
+        fingerprints: See `train.state.fingerprints`.
+    """
+
+    step: int
+    position: str
+    data_fingerprint: str
+    batch: tuple[tuple[str, tuple[int, ...]], ...]
+    seed: int
+    plan: str
+    versions: Mapping[str, str]
+    fingerprints: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """A checkpoint, read.
+
+    Attributes:
+        state: Donatable, on the devices that were asked for.
+        record: What it says.
+    """
+
+    state: State
+    record: Record
+
+
+def installed_versions() -> dict[str, str]:
+    """Package -> version of what decides a run's numbers."""
+    return {name: metadata.version(name) for name in PACKAGES}
+
+
+class Checkpoints:
+    """The checkpoints of one run folder."""
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        """Opens the folder, which is made when it is not there.
+
+        Args:
+            folder: Where; shared by all processes.
+            keep: Newest ones that are kept, beside the best.
+        """
+        best = managers.BestN(get_metric_fn=_loss_of, reverse=True, n=1, keep_checkpoints_without_metrics=False)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=managers.AnyPreservationPolicy([managers.LatestN(keep), best]),
+            cleanup_tmp_directories=True,
+            step_prefix="step",
+        )
+        self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
+
+    def steps(self) -> list[int]:
+        """Steps of the whole checkpoints there are, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, state: State, record: Record, *, held_out_loss: float | None) -> None:
+        """Starts to write a checkpoint; returns when the state may be donated again.
+
+        Args:
+            state: To be saved.
+            record: Beside it.
+            held_out_loss: By which the best is chosen; None = it can't be the best.
+        """
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave(state),  # type: ignore[call-arg]
+            record=ocp.args.JsonSave(msgspec.to_builtins(record)),  # type: ignore[call-arg]
+        )
+        metrics = None if held_out_loss is None else {"loss": held_out_loss}
+        self._manager.save(record.step, args=args, metrics=metrics)
+
+    def restore(self, like: State) -> Restored | None:
+        """Reads the newest checkpoint that is whole.
+
+        Args:
+            like: Abstract state with shardings.
+
+        Returns:
+            It; None when there is no checkpoint at all.
+
+        Raises:
+            CheckpointError: There are some, and all are damaged or of another model.
+        """
+        failures = []
+        for step in reversed(self.steps()):
+            try:
+                return self._read(step, like)
+            except Exception as error:  # noqa: BLE001 - a damaged file fails in as many ways as there are readers
+                failures.append(f"step {step}: {_first_line(error)}")
+                warnings.warn(f"checkpoint of {failures[-1]}; trying the one before.", TrainWarning, stacklevel=2)
+        if failures:
+            raise CheckpointError(f"no checkpoint can be read. {' '.join(failures)} Give another --dir to start anew.")
+        return None
+
+    def _read(self, step: int, like: State) -> Restored:
+        args = ocp.args.Composite(
+            state=ocp.args.StandardRestore(like),  # type: ignore[call-arg]
+            record=ocp.args.JsonRestore(),
+        )
+        found = self._manager.restore(step, args=args)
+        record = msgspec.convert(found["record"], Record)
+        state = rebuild(found["state"])
+        wrong = [name for name, number in fingerprints(state).items() if record.fingerprints.get(name) != number]
+        if wrong:
+            raise CheckpointError(f"damaged: the bits of {', '.join(wrong[:3])} are not those that were saved")
+        return Restored(state=state, record=record)
+
+    def wait(self) -> None:
+        """Waits until every checkpoint that was started is there."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits, and ends the threads that write."""
+        self._manager.close()
+
+
+def _loss_of(metrics: Any) -> float:
+    return metrics["loss"]
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def abstract_batch(batch: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Pairs of name and shape, as records hold them."""
+    return tuple((name, tuple(leaf.shape)) for name, leaf in sorted(batch.items()))
