@@ -136,9 +136,17 @@ class Remat:
 
     Attributes:
         rules: What is kept beside the block's input. Later rules win; empty = `full`.
+
+    Raises:
+        PolicyError: One rule saves a name that another one offloads.
     """
 
     rules: tuple[Rule, ...] = ()
+
+    def __post_init__(self) -> None:
+        for position, later in enumerate(self.rules):
+            for rule in self.rules[:position]:
+                _check_places(rule, later)
 
     def __str__(self) -> str:
         return "+".join(str(rule) for rule in self.rules) or "full"
@@ -160,6 +168,42 @@ def patterns(policy: Policy) -> tuple[str, ...]:
             return tuple(dict.fromkeys(named))
         case _:
             assert_never(policy)
+
+
+def overruled(policy: Policy) -> tuple[tuple[Rule, Rule], ...]:
+    """The rules of a policy without any effect: pairs of such a rule and the later one that speaks of all its values.
+
+    Example:
+        >>> [(str(rule), str(later)) for rule, later in overruled(Remat((ByKind(Kind.DOTS_NO_BATCH), ByKind(Kind.DOTS))))]
+        [('dots_no_batch', 'dots')]
+    """
+    rules = policy.rules if isinstance(policy, Remat) else ()
+    pairs = ((rule, later) for position, later in enumerate(rules) for rule in rules[:position] if _covers(later, rule))
+    return tuple(dict(pairs).items())
+
+
+def _covers(later: Rule, rule: Rule) -> bool:
+    match later, rule:
+        case Named(_, over), Named(_, under):
+            return all(any(matches(pattern, each) for pattern in over) for each in under)
+        case (ByKind(over), ByKind(under)):
+            return over == under or (over, under) == (Kind.DOTS, Kind.DOTS_NO_BATCH)
+        case (Smaller(over), Smaller(under)) | (Cheap(over), Cheap(under)):
+            return over >= under
+        case _:
+            return False
+
+
+def _check_places(rule: Rule, later: Rule) -> None:
+    if not (isinstance(rule, Named) and isinstance(later, Named)) or {rule.action, later.action} != {Action.SAVE, Action.OFFLOAD}:
+        return
+    # A pattern taken as a name: what matches it there, matches all that it stands for.
+    for name in rule.patterns:
+        if any(matches(pattern, name) for pattern in later.patterns):
+            raise PolicyError(
+                f"{rule} and {later} both speak of {name!r}, which is kept on the device or in host memory, not in both: take it "
+                f"out of one of them."
+            )
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -65,6 +65,8 @@ WRONG = [
     ("smaller(1MiB,2MiB)", "takes one number"),
     ("cheap(1.5)", "whole number"),
     ("cheap(0)", "above 0"),
+    ("save(q,k)+offload(q)", r"save\(q,k\) and offload\(q\) both speak of 'q'.*take it out of one"),
+    ("dots+offload(q)+save(*)", "both speak of 'q'"),
 ]
 
 
@@ -87,9 +89,20 @@ rules = st.one_of(
     st.builds(Smaller, st.integers(1, 2**40)),
     st.builds(Cheap, st.integers(1, 10**6)),
 )
+
+
+def in_one_place(rules):
+    """Whether no name is saved and offloaded."""
+    try:
+        Remat(rules)
+    except PolicyError:
+        return False
+    return True
+
+
 policies = st.one_of(
     st.just(NONE),
-    st.builds(Remat, st.lists(rules, max_size=3).map(tuple)),
+    st.builds(Remat, st.lists(rules, max_size=3).map(tuple).filter(in_one_place)),
     st.sampled_from(sorted(PRESETS)).map(Preset),
 )
 counts = st.integers(1, 100)

@@ -4,9 +4,9 @@ import pytest
 
 from remat_kit.budget import Budget, parse_budget, parse_fraction
 from remat_kit.errors import BudgetError, PolicyError
-from remat_kit.grammar import parse_plan
+from remat_kit.grammar import parse_plan, parse_policy
 from remat_kit.plans import NO_REMAT, StackPlan, bind
-from remat_kit.policy import NONE, Action, Named, Preset, Remat, patterns
+from remat_kit.policy import NONE, Action, Named, Preset, Remat, overruled, patterns
 from remat_kit.presets import PRESETS, Role, resolve
 from remat_kit.units import format_bytes, parse_bytes
 
@@ -96,7 +96,25 @@ def test_policies_by_stack():
 
 
 def test_patterns_are_what_the_user_wrote():
-    assert patterns(parse_plan("save(q,k)+dots+offload(k,up*)").policies[0]) == ("q", "k", "up*")
+    assert patterns(parse_plan("save(q,k)+dots+save(k,up*)").policies[0]) == ("q", "k", "up*")
+
+
+@pytest.mark.parametrize(
+    ("text", "pairs"),
+    [
+        ("save(q,k)+recompute(q)", []),
+        ("save(q)+recompute(q)", [("save(q)", "recompute(q)")]),
+        ("recompute(up)+save(q,u*)", [("recompute(up)", "save(q,u*)")]),
+        ("save(u*)+recompute(up)", []),
+        ("offload(*)+save(q)", []),
+        ("dots+dots_no_batch", []),
+        ("weights+dots_no_batch+dots", [("dots_no_batch", "dots")]),
+        ("smaller(1MiB)+cheap(8)+smaller(2MiB)", [("smaller(1MiB)", "smaller(2MiB)")]),
+        ("cheap(8)+cheap(4)", []),
+    ],
+)
+def test_rules_without_effect(text, pairs):
+    assert [(str(rule), str(later)) for rule, later in overruled(parse_policy(text))] == pairs
 
 
 @pytest.mark.parametrize(
