@@ -9,6 +9,8 @@ call over all devices; `calls` says how often an operation runs in a step. See `
 from dataclasses import dataclass
 from enum import StrEnum
 
+from remat_kit.findings import Finding
+
 
 class Phase(StrEnum):
     """What part of a step an operation belongs to; everything that is neither recomputation nor backward is forward."""
@@ -199,34 +201,6 @@ class Recomputed:
     num_bytes: int
 
 
-class SavingFault(StrEnum):
-    """What can be wrong with what a policy saves."""
-
-    SAVED_BUT_RECOMPUTED = "saved_but_recomputed"
-    NEVER_SAVED = "never_saved"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavingFinding:
-    """A saved value that saves no work, or a rule that saves nothing.
-
-    Attributes:
-        fault: Which.
-        names: Values that it is about.
-        needed_by: What still needs the recomputed operation; () for `never_saved`.
-        num_bytes: Bytes that the value takes, over all devices; 0 for `never_saved`.
-        flops: Recomputed in spite of it, per device; None = a kernel without a known price.
-        message: The finding in a sentence.
-    """
-
-    fault: SavingFault
-    names: tuple[str, ...]
-    needed_by: tuple[str, ...]
-    num_bytes: int
-    flops: int | None
-    message: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidualReport:
     """What a differentiated program keeps and what it computes again.
@@ -238,7 +212,7 @@ class ResidualReport:
         recomputed: Operations that run again, most FLOPs first.
     """
 
-    findings: tuple[SavingFinding, ...]
+    findings: tuple[Finding, ...]
     residuals: tuple[Residual, ...]
     during_recompute: tuple[Residual, ...]
     recomputed: tuple[Recomputed, ...]

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from remat_kit import RematWarning, remat
 from remat_kit.apply.stack import stack
-from remat_kit.graph import Origin, SavingFault
+from remat_kit.findings import FindingKind
+from remat_kit.graph import Origin
 from remat_kit.trace import residual_report, residuals
 
 L, B, D, F = 4, 8, 16, 32
@@ -172,8 +173,9 @@ def test_a_name_inside_a_custom_vjp_is_found():
 
 
 def test_offloading_a_blocks_output_by_name_saves_nothing_and_says_so():
-    report = residual_report(stack_loss("offload(out)"), *STACK)
-    assert [(finding.fault, finding.names) for finding in report.findings] == [(SavingFault.NEVER_SAVED, ("out",))]
+    with pytest.warns(RematWarning, match="'mlp': out is never saved, as it is only returned.*name that input"):
+        report = residual_report(stack_loss("offload(out)"), *STACK)
+    assert [(finding.kind, finding.names) for finding in report.findings] == [(FindingKind.NEVER_RESIDUAL, ("out",))]
     assert "name that input" in report.findings[0].message
     carries = [r for r in report.residuals if r.origin is Origin.OPERATION]
     assert [(r.kind, r.num_bytes, r.is_on_host) for r in carries] == [("loop_carry", L * B * D * F32, False)]
@@ -244,7 +246,12 @@ def test_a_kernel_whose_output_alone_is_named_runs_again_and_the_report_says_why
         remat(lambda x, w: checkpoint_name(attend(jnp.sin(x)), "o") @ w, "save(o)"), shape(B, D), shape(D, F)
     )
     (finding,) = report.findings
-    assert (finding.fault, finding.names, finding.num_bytes, finding.flops) == ("saved_but_recomputed", ("o",), B * D * F32, None)
+    assert (finding.kind, finding.names, finding.bytes_at_stake, finding.flops_at_stake) == (
+        "saved_but_recomputed",
+        ("o",),
+        B * D * F32,
+        None,
+    )
     assert any(need.startswith("result 1 of flash (tests/test_residuals.py:") for need in finding.needed_by)
     assert finding.message.startswith("o is saved, but flash (tests/")
     assert [(op.calls, op.forward_calls) for op in report.recomputed if op.kind == "pallas_call"] == [(1, 1)]
@@ -264,7 +271,7 @@ def test_a_saved_activation_whose_matmul_runs_again_is_found():
 
     report = residual_report(stack_loss("save(act)", block), *STACK)
     (finding,) = report.findings
-    assert (finding.names, finding.num_bytes, finding.flops) == (("act",), L * B * F * F32, L * 2 * B * D * F)
+    assert (finding.names, finding.bytes_at_stake, finding.flops_at_stake) == (("act",), L * B * F * F32, L * 2 * B * D * F)
     assert [need.rsplit(":")[0] for need in finding.needed_by] == ["the unnamed cos (tests/test_residuals.py"]
     clean = residual_report(stack_loss("save(h)"), *STACK)
     assert clean.findings == ()

@@ -1,6 +1,6 @@
 """What runs again in the backward pass, and which saved values do not prevent it.
 
-In: a graph, its `Links` and what it keeps. Out: `Recomputed` and `SavingFinding` records. Recomputed and forward operations are
+In: a graph, its `Links` and what it keeps. Out: `Recomputed` and `Finding` records. Recomputed and forward operations are
 matched by primitive, call site and shape, which JAX keeps when it splits a region. A saved value is held against the nearest
 matmul, kernel or convolution that made it: when that still runs in a region that reads the value, something else of it is needed.
 """
@@ -8,7 +8,9 @@ matmul, kernel or convolution that made it: when that still runs in a region tha
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from remat_kit.graph import Crossing, Origin, Phase, Recomputed, SavingFault, SavingFinding, StepGraph, TracedOp, is_kernel
+from remat_kit.errors import nearest
+from remat_kit.findings import Finding, FindingKind, Remedy
+from remat_kit.graph import Crossing, Origin, Phase, Recomputed, StepGraph, TracedOp, is_kernel
 from remat_kit.policy import Action, Named, matches
 from remat_kit.trace.kept import Kept, parsed_rules
 from remat_kit.trace.links import Links, same_value
@@ -43,14 +45,14 @@ def recomputed_ops(graph: StepGraph, links: Links) -> tuple[Recomputed, ...]:
     return tuple(sorted(found, key=lambda op: (-(op.flops or 0), -op.num_bytes)))
 
 
-def find_faults(graph: StepGraph, links: Links, kept: Sequence[Kept]) -> tuple[SavingFinding, ...]:
+def find_faults(graph: StepGraph, links: Links, kept: Sequence[Kept]) -> tuple[Finding, ...]:
     """Saved values that save no work, then rules that save nothing."""
     found = [fault for value in kept if (fault := _saved_but_recomputed(graph, links, value)) is not None]
-    found.sort(key=lambda fault: -(fault.flops or 0))
-    return (*found, *_never_saved(graph, kept))
+    found.sort(key=lambda fault: -(fault.flops_at_stake or 0))
+    return (*found, *_idle_patterns(graph, kept))
 
 
-def _saved_but_recomputed(graph: StepGraph, links: Links, kept: Kept) -> SavingFinding | None:
+def _saved_but_recomputed(graph: StepGraph, links: Links, kept: Kept) -> Finding | None:
     record = kept.record
     if not record.names or not kept.regions or record.origin is not Origin.OPERATION:
         return None
@@ -62,13 +64,17 @@ def _saved_but_recomputed(graph: StepGraph, links: Links, kept: Kept) -> SavingF
         return None
     name, flops = " = ".join(record.names), _flops(graph, again)
     work = ", ".join(dict.fromkeys(_words(op) for op in again))
-    return SavingFinding(
-        fault=SavingFault.SAVED_BUT_RECOMPUTED,
+    return Finding(
+        kind=FindingKind.SAVED_BUT_RECOMPUTED,
         names=record.names,
         needed_by=needed_by,
-        num_bytes=record.num_bytes,
-        flops=flops,
+        bytes_at_stake=record.device_bytes,
+        flops_at_stake=flops,
         message=f"{name} is saved, but {work} still runs again because of {', '.join(needed_by)}.",
+        source=record.source,
+        remedy=Remedy(
+            text=f"Save that too, by a name where it is made (inside the rule of a custom kernel); or don't save {name}."
+        ),
     )
 
 
@@ -106,9 +112,9 @@ def _nearest_need(links: Links, op: TracedOp, output: int) -> str | None:
     return None
 
 
-def _never_saved(graph: StepGraph, kept: Sequence[Kept]) -> list[SavingFinding]:
-    """Names that a rule asks for, that exist, and that nothing in the backward pass reads."""
-    present = dict.fromkeys(op.name for op in graph.ops if op.kind == "name" and op.name is not None)
+def _idle_patterns(graph: StepGraph, kept: Sequence[Kept]) -> list[Finding]:
+    """Names that a rule asks for and that do not exist, or that nothing in the backward pass reads."""
+    present = {op.name: op for op in reversed(graph.ops) if op.kind == "name" and op.name is not None}
     saved = {name for value in kept for name in value.record.names}
     asked = dict.fromkeys(
         pattern
@@ -119,20 +125,33 @@ def _never_saved(graph: StepGraph, kept: Sequence[Kept]) -> list[SavingFinding]:
     )
     found = []
     for pattern in asked:
-        names = tuple(name for name in present if matches(pattern, name))
-        if names and not saved.intersection(names):
-            found.append(
-                SavingFinding(
-                    fault=SavingFault.NEVER_SAVED,
-                    names=names,
-                    needed_by=(),
-                    num_bytes=0,
-                    flops=0,
-                    message=f"{', '.join(names)} is never saved: the backward pass of no region reads it. What a region returns "
-                    "is kept as the input of the next one, if at all: name that input.",
-                )
-            )
+        names = tuple(name for name in reversed(present) if matches(pattern, name))
+        if not names:
+            found.append(_unmatched(pattern, tuple(reversed(present))))
+        elif not saved.intersection(names):
+            found.append(_never_residual(names, present[names[0]].source))
     return found
+
+
+def _unmatched(pattern: str, present: tuple[str, ...]) -> Finding:
+    listing = ", ".join(present) or "none: name values with jax.ad_checkpoint.checkpoint_name"
+    return Finding(
+        kind=FindingKind.NAME_UNMATCHED,
+        names=(pattern,),
+        message=f"{pattern} is asked for, but no value has that name. Names in the step: {listing}.{nearest(pattern, present)}",
+        remedy=Remedy(text="Name the value, or ask for one of the names that there are."),
+    )
+
+
+def _never_residual(names: tuple[str, ...], source: str) -> Finding:
+    return Finding(
+        kind=FindingKind.NEVER_RESIDUAL,
+        names=names,
+        message=f"{', '.join(names)} is never saved: the backward pass of no region reads it. What a region returns "
+        "is kept as the input of the next one, if at all: name that input.",
+        source=source,
+        remedy=Remedy(text="Name the input of the region, at its top, and ask for that name."),
+    )
 
 
 def _code(graph: StepGraph, op: TracedOp) -> _Code:
