@@ -1,0 +1,210 @@
+"""The operations of one layer, as traced, into a `BlockGraph`: names, bytes per device, prices on the target.
+
+In: a `Body`, found by `from_trace` (a loop over layers) or `unrolled` (modules one after the other). Matmuls and kernels are
+priced by the roofline. Other operations fuse: they cost the writing of a result only where a matmul, a kernel or the backward
+pass reads it; what only renames or lays out is free. A kernel of unknown price keeps none, and counts as expensive.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from remat_kit.graph import Crossing, StepGraph, TracedOp, is_kernel
+from remat_kit.planner.blocks import BlockGraph, BlockOp, BlockValue
+from remat_kit.policy import Kind
+
+KERNELS = str(Kind.KERNELS)
+DECISIONS = frozenset({"top_k", "sort", "argmax", "argmin"})
+"""Operations that decide, as routing does: a tie that falls another way when they run again corrupts gradients."""
+COLLECTIVES = frozenset(
+    {"all_gather", "all_gather_invariant", "all_to_all", "psum", "psum2", "psum_invariant", "reduce_scatter", "ppermute"}
+)
+FREE = frozenset(
+    {"name", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota", "sharding_constraint", "optimization_barrier"}
+)
+"""Operations that only rename, or lay out what a fusion reads anyway."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What a device of the target does in a second.
+
+    Attributes:
+        flops_per_s: Matmul FLOPs in the step's dtype.
+        bytes_per_s: Of device memory.
+        link_bytes_per_s: Between devices; None = a tenth of the memory's.
+        replays_collectives: Whether recomputation may run collectives again.
+    """
+
+    flops_per_s: float
+    bytes_per_s: float
+    link_bytes_per_s: float | None = None
+    replays_collectives: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerLoop:
+    """A stack of equal layers.
+
+    Attributes:
+        calls: Layers times how often the stack runs in a step.
+        source: `file:line` of its loop, or path of its first module.
+        block: One layer.
+        forward_s: Seconds of one layer's forward pass, by the roofline.
+    """
+
+    calls: int
+    source: str
+    block: BlockGraph
+    forward_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """The operations of one layer.
+
+    Attributes:
+        ops: In program order; inner loops are one group each.
+        kept: Values that are kept for the backward pass without rematerialization.
+        inputs: Values that the layer gets from the one before.
+        calls: How often it runs.
+        source: `file:line` of the loop, or path of the module.
+        path: Path of the module that the layer is; names below it begin with `*` in policies. Empty = a loop's body.
+    """
+
+    ops: tuple[tuple[TracedOp, ...], ...]
+    kept: tuple[int, ...]
+    inputs: tuple[int, ...]
+    calls: int
+    source: str
+    path: str = ""
+
+    @property
+    def flat(self) -> tuple[TracedOp, ...]:
+        """Its operations one by one."""
+        return tuple(op for group in self.ops for op in group)
+
+    @property
+    def written(self) -> frozenset[int]:
+        """Values that no fusion can leave out: matmuls, kernels and the backward pass read them."""
+        heavy = (op for op in self.flat if op.flops != 0 or is_kernel(op))
+        return frozenset((*self.kept, *(value for op in heavy for value in op.inputs)))
+
+
+def grouped(ops: Sequence[TracedOp], indices: Sequence[int], *, calls: int) -> tuple[tuple[TracedOp, ...], ...]:
+    """Operations one by one, those of an inner loop together: a policy can't cut through its iterations from here."""
+    groups: list[list[TracedOp]] = []
+    was_inner = False
+    for index in indices:
+        is_inner = ops[index].calls > calls
+        if not (is_inner and was_inner):
+            groups.append([])
+        groups[-1].append(ops[index])
+        was_inner = is_inner
+    return tuple(tuple(group) for group in groups)
+
+
+def layer_of(graph: StepGraph, body: Body, rates: Rates) -> LayerLoop:
+    """Prices a layer.
+
+    Args:
+        graph: The step.
+        body: The layer.
+        rates: Of the target.
+    """
+    made = {value for op in body.flat for value in op.outputs}
+    names, rule_names = _names(body)
+    listed = sorted(made | {value for op in body.flat for value in op.inputs})
+    number = {value: position for position, value in enumerate(listed)}
+    values = tuple(
+        BlockValue(num_bytes=device_bytes(graph, value), name=names.get(value), is_read=value in body.kept) for value in listed
+    )
+    written = body.written
+    ops = tuple(_block_op(graph, group, number, body=body, written=written, rates=rates) for group in body.ops)
+    block = BlockGraph(
+        values=values,
+        ops=ops,
+        input_bytes=sum(device_bytes(graph, value) for value in set(body.inputs).intersection(listed) - made),
+        rule_names=rule_names,
+        notes=_notes(body),
+    )
+    return LayerLoop(calls=body.calls, source=body.source, block=block, forward_s=sum(op.seconds or 0.0 for op in ops))
+
+
+def name_within(name: str, path: str) -> str:
+    """A value's name as a policy for the module at `path` says it: whatever module of the kind it stands in.
+
+    Example:
+        >>> name_within("h/3/mlp/c_fc", "h/3"), name_within("q", "h/3")
+        ('*/mlp/c_fc', 'q')
+    """
+    return f"*{name.removeprefix(path)}" if path and name.startswith(f"{path}/") else name
+
+
+def _names(body: Body) -> tuple[dict[int, str], tuple[str, ...]]:
+    """Names of values; kernels whose results nobody named go by the rule `kernels`."""
+    names = {op.outputs[0]: name_within(op.name, body.path) for op in body.flat if op.kind == "name" and op.name is not None}
+    named = {op.inputs[0] for op in body.flat if op.kind == "name" and op.inputs}
+    kernels = [op for op in body.flat if is_kernel(op) and not named.intersection(op.outputs)]
+    by_rule = {value: KERNELS for op in kernels for value in op.outputs}
+    return names | by_rule, (KERNELS,) if by_rule else ()
+
+
+def _block_op(
+    graph: StepGraph, group: Sequence[TracedOp], number: dict[int, int], *, body: Body, written: frozenset[int], rates: Rates
+) -> BlockOp:
+    made = dict.fromkeys(value for op in group for value in op.outputs)
+    prices = [_price(graph, op, calls=body.calls, written=written, rates=rates) for op in group]
+    is_known = all(flops is not None for flops, _ in prices)
+    return BlockOp(
+        kind=group[0].kind if len(group) == 1 else "inner loop",
+        inputs=tuple(number[value] for value in dict.fromkeys(value for op in group for value in op.inputs) if value not in made),
+        outputs=tuple(number[value] for value in made),
+        flops=sum(flops or 0 for flops, _ in prices) if is_known else None,
+        seconds=sum(seconds for _, seconds in prices) if is_known else None,
+        is_replayable=not any(_is_fixed(op, body, rates) for op in group),
+    )
+
+
+def _price(graph: StepGraph, op: TracedOp, *, calls: int, written: frozenset[int], rates: Rates) -> tuple[int | None, float]:
+    """FLOPs and seconds per layer and device; None = unknown."""
+    times = op.calls // calls
+    if op.flops is None:
+        return None, 0.0
+    flops = op.flops * times // graph.num_devices
+    if op.flops or is_kernel(op):
+        moved = op.num_bytes * times / graph.num_devices
+        return flops, max(flops / rates.flops_per_s, moved / rates.bytes_per_s)
+    if op.kind in FREE or op.kind in tuple(Crossing):
+        return 0, 0.0
+    if op.kind in COLLECTIVES:
+        moved = sum(device_bytes(graph, value) for value in op.outputs) * times
+        return 0, moved / (rates.link_bytes_per_s or rates.bytes_per_s / 10)
+    return 0, sum(device_bytes(graph, value) for value in written.intersection(op.outputs)) * times / rates.bytes_per_s
+
+
+def _is_fixed(op: TracedOp, body: Body, rates: Rates) -> bool:
+    """Whether an operation must not run again: collectives if so wished, decisions where a name can keep them."""
+    if op.kind in COLLECTIVES:
+        return not rates.replays_collectives
+    return op.kind in DECISIONS and _is_named(op, body)
+
+
+def _is_named(op: TracedOp, body: Body) -> bool:
+    return any(other.kind == "name" and other.inputs[0] in op.outputs for other in body.flat if other.inputs)
+
+
+def _notes(body: Body) -> tuple[str, ...]:
+    loose = [op for op in body.flat if op.kind in DECISIONS and not _is_named(op, body)]
+    return tuple(
+        dict.fromkeys(
+            f"{op.kind} at {op.source or 'an unknown line'} may run again in the backward pass, where a tie could fall another "
+            "way: name its result with checkpoint_name, so that a plan can keep it."
+            for op in loose
+        )
+    )
+
+
+def device_bytes(graph: StepGraph, value: int) -> int:
+    """Bytes of a value on one device; where only the compiler knows its sharding, an even share."""
+    found = graph.values[value]
+    return found.device_bytes if found.device_bytes is not None else -(-found.num_bytes // graph.num_devices)
