@@ -24,16 +24,22 @@ if TYPE_CHECKING:
     from remat_kit.plans import Plan, Policies, StackPlan
     from remat_kit.policy import Policy
     from remat_kit.presets import resolve
-    from remat_kit.step import Knobs, Stack, Step
+    from remat_kit.step import Alternative, Knobs, Stack, Step
     from remat_kit.trace.residuals import residual_report, residuals
     from remat_kit.verbs.compare import compare
+    from remat_kit.verbs.load_plan import load_plan
+    from remat_kit.verbs.plan import plan, plan_targets
+    from remat_kit.verbs.plan_more import plan_frontier, plan_largest
+    from remat_kit.verbs.plan_settings import PlanSettings
 
 _MODULES = {
+    "Alternative": "step",
     "ApplyError": "errors",
     "BudgetError": "errors",
     "CompileError": "errors",
     "Knobs": "step",
     "Plan": "plans",
+    "PlanSettings": "verbs.plan_settings",
     "Policies": "plans",
     "Policy": "policy",
     "PolicyError": "errors",
@@ -45,8 +51,13 @@ _MODULES = {
     "StepError": "errors",
     "TargetError": "errors",
     "compare": "verbs.compare",
+    "load_plan": "verbs.load_plan",
     "parse_plan": "grammar",
     "parse_policy": "grammar",
+    "plan": "verbs.plan",
+    "plan_frontier": "verbs.plan_more",
+    "plan_largest": "verbs.plan_more",
+    "plan_targets": "verbs.plan",
     "remat": "apply.function",
     "rematerialize": "apply.paths",
     "residual_report": "trace.residuals",
@@ -56,11 +67,13 @@ _MODULES = {
 }
 
 __all__ = [
+    "Alternative",
     "ApplyError",
     "BudgetError",
     "CompileError",
     "Knobs",
     "Plan",
+    "PlanSettings",
     "Policies",
     "Policy",
     "PolicyError",
@@ -72,8 +85,13 @@ __all__ = [
     "StepError",
     "TargetError",
     "compare",
+    "load_plan",
     "parse_plan",
     "parse_policy",
+    "plan",
+    "plan_frontier",
+    "plan_largest",
+    "plan_targets",
     "remat",
     "rematerialize",
     "residual_report",

@@ -1,4 +1,8 @@
-"""What planning takes and gives: measurements and their log, decisions by name, the plan with its proof. Plain data."""
+"""What planning takes and gives: measurements and their log, decisions by name, the plan with its proof. Plain data.
+
+The planner makes a `PlanResult` of blocks and compiles; `verbs.plan` puts it beside the step and the target it is for
+(`StepPlan`), several targets beside each other (`PlanTable`); `report` writes them down.
+"""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -74,7 +78,7 @@ class Decision:
         action: What happens to it in the layers that keep it; recompute when none does.
         is_live_at_peak: Whether keeping it raises the compiled total; None = no measured plan tells.
         recompute_flops: What keeping it spares a layer, or would spare it, given what else the layer keeps.
-        recompute_s: The same in seconds.
+        recompute_s: The same in seconds; None = the target's rates are not known.
         flip: What would change the decision.
     """
 
@@ -86,7 +90,7 @@ class Decision:
     action: Action
     is_live_at_peak: bool | None
     recompute_flops: int
-    recompute_s: float
+    recompute_s: float | None
     flip: str
 
 
@@ -134,7 +138,7 @@ class PlanResult:
         host_bytes: Of host memory, as compiled.
         flops: Of the step.
         recompute_flops: The part that rematerialization adds.
-        recompute_s: Predicted seconds of recomputation.
+        recompute_s: Predicted seconds of recomputation; None = the target's rates are not known.
         objective: What was made least of.
         full_compiles: Measurements of the whole step.
         compiles: All measurements.
@@ -155,7 +159,7 @@ class PlanResult:
     host_bytes: int
     flops: int
     recompute_flops: int
-    recompute_s: float
+    recompute_s: float | None
     objective: Objective
     full_compiles: int
     compiles: int
@@ -165,3 +169,137 @@ class PlanResult:
     sentence: str
     log: tuple[LogEntry, ...]
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """A plan for a training step on a target. Bytes, FLOPs and tokens are per device.
+
+    Attributes:
+        step: The factory, as spelled.
+        options: Pairs of option and value, as given.
+        target: As spelled.
+        wraps: Module patterns that the plan is for; () = it is for the stacks of the step.
+        result: The plan and its proof.
+        baseline_flops: Of the step without rematerialization.
+        step_s: Predicted seconds of a step under the plan, a floor by the roofline; None = the target's rates are not known.
+        bound: What bounds it: `compute` or `memory`; empty = not known.
+        tokens_per_s: By `step_s`; None = not known, or the step has no options for batch and sequence.
+        cost_per_million_tokens: In the currency of the target's `price_per_hour`; None = no price, or no tokens.
+        num_cached: Compiles that were remembered.
+        program: Fingerprint of the step.
+        versions: Pairs of component and version.
+        notes: What a reader should know.
+    """
+
+    step: str
+    options: tuple[tuple[str, str], ...]
+    target: str
+    wraps: tuple[str, ...] = ()
+    result: PlanResult
+    baseline_flops: int
+    step_s: float | None
+    bound: str
+    tokens_per_s: float | None
+    cost_per_million_tokens: float | None
+    num_cached: int
+    program: str
+    versions: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow:
+    """A target of several.
+
+    Attributes:
+        target: As spelled.
+        plan: Its plan; None = `error` says why there is none.
+        error: Why there is none.
+    """
+
+    target: str
+    plan: StepPlan | None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanTable:
+    """One step on several targets.
+
+    Attributes:
+        step: The factory, as spelled.
+        options: Pairs of option and value, as given.
+        rows: In the order asked for.
+    """
+
+    step: str
+    options: tuple[tuple[str, str], ...]
+    rows: tuple[PlanRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePoint:
+    """The best plan for a total.
+
+    Attributes:
+        plan: Its text.
+        predicted_total_bytes: By the planner's model.
+        cost: Predicted seconds or FLOPs of recomputation, as the objective says.
+        compiled_total_bytes: The compiler's total; None = not compiled.
+        recompute_flops: As traced; None = not compiled.
+    """
+
+    plan: str
+    predicted_total_bytes: int
+    cost: float
+    compiled_total_bytes: int | None
+    recompute_flops: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanCurve:
+    """The best plan at every budget.
+
+    Attributes:
+        step: The factory, as spelled.
+        options: Pairs of option and value, as given.
+        target: As spelled.
+        objective: What `cost` counts.
+        points: Least bytes first.
+        compiles: Measurements that it took.
+        notes: What a reader should know.
+    """
+
+    step: str
+    options: tuple[tuple[str, str], ...]
+    target: str
+    objective: Objective
+    points: tuple[CurvePoint, ...]
+    compiles: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestStep:
+    """The largest batch or sequence that fits, and its plan.
+
+    Attributes:
+        knob: `batch` or `seq`.
+        option: What the factory calls it.
+        value: The largest that fits; None = not even the smallest one does.
+        total_bytes: Smallest total of the step at this value (or at the smallest value, when none fits), as compiled.
+        next_value: The next larger one, which does not fit; None = the upper limit fits.
+        next_total_bytes: Its smallest total.
+        measurements: Pairs of value and smallest total, in the order tried.
+        plan: The best plan at `value`; None = nothing fits.
+    """
+
+    knob: str
+    option: str
+    value: int | None
+    total_bytes: int
+    next_value: int | None
+    next_total_bytes: int | None
+    measurements: tuple[tuple[int, int], ...]
+    plan: StepPlan | None

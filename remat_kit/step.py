@@ -65,6 +65,19 @@ class Knobs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Other options of the factory that need less memory: tried when no plan fits.
+
+    Attributes:
+        text: What they do, as a person would say it: `the loss in chunks of 64 tokens`.
+        options: Options that differ, and their values as texts.
+    """
+
+    text: str
+    options: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """A training step, ready to be traced.
 
@@ -75,6 +88,7 @@ class Step:
         roles: A pytree prefix of `args` with leaves out of `ARGUMENT_ROLES`.
         stacks: The stacks that plans speak of.
         knobs: Which options are batch, sequence and depth.
+        alternatives: What else could make the step fit.
         init: Optional: PRNG key -> real `args`, to run the step.
         notes: What the factory chose by itself and a reader should know, such as which attention runs.
     """
@@ -85,6 +99,7 @@ class Step:
     roles: Any = ()
     stacks: tuple[Stack, ...] = ()
     knobs: Knobs = Knobs()
+    alternatives: tuple[Alternative, ...] = ()
     init: Callable[[Any], tuple[Any, ...]] | None = None
     notes: tuple[str, ...] = ()
 

@@ -16,15 +16,16 @@ def comparison_json(comparison: Comparison) -> str:
         "rows": [_row(row) for row in comparison.rows],
         "notes": comparison.notes,
     }
-    return _text(data)
+    return json_text(data)
 
 
 def residuals_json(report: ResidualReport) -> str:
     """A residual report as indented JSON with a final newline."""
-    return _text({"schema": f"remat-kit/residuals/{SCHEMA_VERSION}", **msgspec.to_builtins(report)})
+    return json_text({"schema": f"remat-kit/residuals/{SCHEMA_VERSION}", **msgspec.to_builtins(report)})
 
 
-def _text(data: dict[str, object]) -> str:
+def json_text(data: dict[str, object]) -> str:
+    """Indented JSON with a final newline."""
     return msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n"
 
 

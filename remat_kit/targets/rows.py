@@ -80,6 +80,7 @@ class TargetRow:
         flops_per_s: Dense 16-bit matmul peak; None = unknown.
         memory_bytes_per_s: Memory bandwidth.
         host_bytes_per_s: Host link, one way; None = unknown.
+        price_per_hour: What an hour of one device costs, in any currency; None = unknown. Our rows have none.
         dtypes: Floating-point dtypes that it multiplies.
         kernels: Custom kernels that run on it.
         compiler_options: Options that every compile for it gets.
@@ -94,6 +95,7 @@ class TargetRow:
     flops_per_s: float | None = None
     memory_bytes_per_s: float | None = None
     host_bytes_per_s: float | None = None
+    price_per_hour: float | None = None
     dtypes: tuple[str, ...]
     kernels: tuple[str, ...] = ()
     compiler_options: tuple[tuple[str, OptionValue], ...] = ()

@@ -74,7 +74,7 @@ def compare(
     template = dataclasses.replace(
         question_of(step, options=options, targets_file=targets_file),
         xla=tuple((xla or {}).items()),
-        cache_dir=_cache_text(cache_dir),
+        cache_dir=cache_text(cache_dir),
     )
     questions = [
         [dataclasses.replace(template, policy=row.policy, wraps=row.wraps, target=target.text) for row in asked]
@@ -175,7 +175,7 @@ def _notes(targets: Sequence[Target], budget: str | int | None, memory_fraction:
     return tuple(notes)
 
 
-def _cache_text(cache_dir: str | os.PathLike[str] | None) -> str | None:
+def cache_text(cache_dir: str | os.PathLike[str] | None) -> str | None:
     """The folder as a worker is told: None = no cache."""
     if cache_dir is None:
         return str(default_folder())

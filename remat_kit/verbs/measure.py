@@ -27,17 +27,21 @@ from remat_kit.step import Step
 from remat_kit.targets import Target, check_abilities, load_rows, parse_target
 from remat_kit.trace import graph_of, report_graph, summarise
 from remat_kit.verbs.build import bind_plan, build, check_names, factory_error, read_options
+from remat_kit.verbs.plan_blocks import step_blocks
 from remat_kit.verbs.question import Answer, Question, Task, load_factory
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Answers a `Question`; it and the answer are JSON data: an `Answer` or a `ResidualReport`, by its task."""
+    """Answers a `Question`; it and the answer are JSON data: an `Answer`, a `ResidualReport` or `StepBlocks`, by its task."""
     question = msgspec.convert(request, Question)
     match question.task:
         case Task.MEASURE:
             return msgspec.to_builtins(measure(question))
         case Task.RESIDUALS:
             return msgspec.to_builtins(report_graph(prepare(question).traced.graph))
+        case Task.BLOCKS:
+            prepared = prepare(question)
+            return msgspec.to_builtins(step_blocks(question, prepared.target, prepared.traced.step, prepared.traced.graph))
         case _:
             assert_never(question.task)
 

@@ -24,6 +24,7 @@ class Task(StrEnum):
 
     MEASURE = "measure"
     RESIDUALS = "residuals"
+    BLOCKS = "blocks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,11 @@ def question_of(
 
 def _option_text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def step_name(step: str | Callable[..., object]) -> str:
+    """What reports call a step."""
+    return step if isinstance(step, str) else getattr(step, "__qualname__", repr(step))
 
 
 def spell_factory(factory: str | Callable[..., object]) -> str:
