@@ -16,9 +16,14 @@ from models.steps import (
     gpt2_tiny,
     gpt2_xl,
     llama3_8b,
+    llama3_8b_lora,
+    llama3_8b_qlora,
     llama3_70b,
     llama3_tiny,
     make_step,
+    mixtral_8x7b,
+    moe_small,
+    moe_tiny,
 )
 from models.training import OptimizerOptions, TrainState, init_params, loss_fn, make_optimizer, make_schedule, update
 
@@ -39,6 +44,8 @@ __all__ = [
     "gpt2_xl",
     "init_params",
     "llama3_8b",
+    "llama3_8b_lora",
+    "llama3_8b_qlora",
     "llama3_70b",
     "llama3_tiny",
     "loss_fn",
@@ -46,6 +53,9 @@ __all__ = [
     "make_optimizer",
     "make_schedule",
     "make_step",
+    "mixtral_8x7b",
+    "moe_small",
+    "moe_tiny",
     "roles",
     "update",
 ]

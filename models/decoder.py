@@ -1,26 +1,28 @@
 """The decoder: embedding, a scanned stack of blocks under a policy, a final norm. Its output is hidden states, not logits.
 
 Names in a block, in order: `block_in`, `q`, `k`, `v` (after rotation), `attn` (the attention context; for fused kernels with its
-softmax statistics), `attn_out`, `gate` (SwiGLU only), `up` (before the activation), `down`.
+softmax statistics), `attn_out`, `gate` (SwiGLU only), `up` (before the activation), `down`. Experts add `routing` (see
+`experts.py`), adapters the name of each projection with `_lora` (see `adapters.py`).
 
 Legend: B batch, T tokens, D model width, F MLP width, H query heads, G key/value heads, K width of a head, V vocabulary.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from models.adapters import AdaptedProjection, Adapter
 from models.config import DecoderConfig, Mlp, Positions
+from models.experts import ExpertMlp
 from models.layers import WEIGHT_INIT, Projection, make_norm, rotary_angles, rotate
 from models.sharding import BATCH, DATA, FSDP, TENSOR, Layout, constrain
-from remat_kit import StackPlan, remat, stack
+from remat_kit import StackPlan
+from remat_kit.apply.linen_stack import stack_module
 from remat_kit.attention import Kernel, Partition, attend
-from remat_kit.policy import NONE
 from remat_kit.presets import Role
 
 Angles = tuple[jax.Array, jax.Array] | None
@@ -31,14 +33,21 @@ class Runtime:
     """How a model runs, as opposed to what it is.
 
     Attributes:
-        dtype: Of the computation; parameters are f32.
+        dtype: Of the computation; parameters that train are f32.
         kernel: Which attention.
         layout: The devices.
+        adapter: What trains instead of the model itself, if anything.
     """
 
     dtype: jnp.dtype
     kernel: Kernel
     layout: Layout
+    adapter: Adapter | None = None
+
+    @property
+    def table_dtype(self) -> jnp.dtype:
+        """Of the embedding and the head."""
+        return jnp.dtype(jnp.float32 if self.adapter is None else jnp.bfloat16)
 
 
 def roles(config: DecoderConfig) -> Mapping[str, tuple[str, ...]]:
@@ -62,21 +71,26 @@ class Block(nn.Module):
     runtime: Runtime
 
     @nn.compact
-    def __call__(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, None]:
-        """The stream after the block, and nothing to stack."""
+    def __call__(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array | None]:
+        """The stream after the block; of experts, their load-balancing loss (B,)."""
         x_BTD = checkpoint_name(constrain(x_BTD, self.runtime.layout, BATCH), "block_in")
         x_BTD += self.attend(make_norm(self.config, self.runtime.dtype, name="attn_norm")(x_BTD), angles)
-        x_BTD += self.feed(make_norm(self.config, self.runtime.dtype, name="mlp_norm")(x_BTD))
-        return constrain(x_BTD, self.runtime.layout, BATCH), None
+        h_BTD = make_norm(self.config, self.runtime.dtype, name="mlp_norm")(x_BTD)
+        if self.config.experts is None:
+            y_BTD, balance_B = self.feed(h_BTD), None
+        else:
+            y_BTD, balance_B = ExpertMlp(self.config, self.runtime.dtype, self.runtime.layout, name="experts")(h_BTD)
+        return constrain(x_BTD + y_BTD, self.runtime.layout, BATCH), balance_B
 
     def attend(self, x_BTD: jax.Array, angles: Angles) -> jax.Array:
-        """Causal attention with its projections."""
+        """Attention with its projections."""
         config, layout = self.config, self.runtime.layout
         q_BTHK = self.heads(x_BTD, "q", config.num_heads, angles)
         k_BTGK = self.heads(x_BTD, "k", config.num_kv_heads, angles)
         v_BTGK = self.heads(x_BTD, "v", config.num_kv_heads, None)
         partition = None if layout.mesh is None else Partition(mesh=layout.mesh, batch=BATCH, heads=TENSOR)
-        a_BTHK = attend(q_BTHK, k_BTGK, v_BTGK, kernel=self.runtime.kernel, partition=partition, name="attn")
+        kernel, mask = self.runtime.kernel, config.mask
+        a_BTHK = attend(q_BTHK, k_BTGK, v_BTGK, kernel=kernel, mask=mask, partition=partition, name="attn")
         a_BTD = a_BTHK.reshape(*x_BTD.shape[:2], config.num_heads * config.head_dim)
         return checkpoint_name(self.project(a_BTD, "attn_out", config.d_model), "attn_out")
 
@@ -100,8 +114,9 @@ class Block(nn.Module):
 
     def project(self, x_BTD: jax.Array, name: str, num_features: int) -> jax.Array:
         """A projection of this name."""
-        bias, dtype = self.config.has_biases, self.runtime.dtype
-        return Projection(num_features, bias, dtype, self.runtime.layout, name=name)(x_BTD)
+        given = num_features, self.config.has_biases, self.runtime.dtype, self.runtime.layout
+        adapter = self.runtime.adapter
+        return (Projection(*given, name=name) if adapter is None else AdaptedProjection(*given, adapter, name=name))(x_BTD)
 
 
 class Decoder(nn.Module):
@@ -118,37 +133,15 @@ class Decoder(nn.Module):
     plan: StackPlan
 
     @nn.compact
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        """Hidden states after the final norm; the head is the loss's business."""
+    def __call__(self, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Hidden states after the final norm, as the head is the loss's business; and load-balancing losses (L, B) of experts."""
         config = self.config
         x_BTD, angles = self.embed(tokens_BT), self.angles(tokens_BT.shape[1])
-        mixes = self.plan.is_mixed and not self.is_initializing()
-        x_BTD = self.mixed_layers(x_BTD, angles) if mixes else self.layers(x_BTD, angles)
+        layers = stack_module(Block, num_layers=config.num_layers, plan=self.plan)(config, self.runtime, name="layers")
+        x_BTD, balance_LB = layers(x_BTD, angles)
         if not config.has_tied_head:
-            self.param("head", WEIGHT_INIT, (config.vocab_size, config.d_model), jnp.float32)
-        return make_norm(config, self.runtime.dtype, name="final_norm")(x_BTD)
-
-    def layers(self, x_BTD: jax.Array, angles: Angles) -> jax.Array:
-        """The stack under one policy: a plain scan."""
-        policy = NONE if self.plan.is_mixed else self.plan.policy
-        is_loop = self.config.num_layers > 1  # XLA unrolls a loop of one: its recomputation would be merged away
-        scanned = nn.scan(
-            remat(Block, policy, prevent_cse=not is_loop),
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            in_axes=nn.broadcast,  # type: ignore[arg-type]  # Flax annotates less than it takes
-            length=self.config.num_layers,
-        )
-        return scanned(self.config, self.runtime, name="layers")(x_BTD, angles)[0]
-
-    def mixed_layers(self, x_BTD: jax.Array, angles: Angles) -> jax.Array:
-        """The stack under a policy per segment, on the parameters that the scan makes."""
-        block = Block(self.config, self.runtime, parent=None)
-
-        def layer(params: Any, x_BTD: jax.Array, consts: tuple[Angles]) -> jax.Array:
-            return block.apply({"params": params}, x_BTD, *consts)[0]
-
-        return stack(layer, self.variables["params"]["layers"], x_BTD, self.plan, consts=(angles,))
+            self.param("head", WEIGHT_INIT, (config.vocab_size, config.d_model), self.runtime.table_dtype)
+        return make_norm(config, self.runtime.dtype, name="final_norm")(x_BTD), balance_LB
 
     def angles(self, num_tokens: int) -> Angles:
         """Rotary angles, None for learned positions."""
@@ -159,7 +152,7 @@ class Decoder(nn.Module):
     def embed(self, tokens_BT: jax.Array) -> jax.Array:
         """Rows of the embedding, plus positions where they are learned."""
         config, layout = self.config, self.runtime.layout
-        table_VD = self.param("embedding", WEIGHT_INIT, (config.vocab_size, config.d_model), jnp.float32)
+        table_VD = self.param("embedding", WEIGHT_INIT, (config.vocab_size, config.d_model), self.runtime.table_dtype)
         x_BTD = jnp.take(table_VD.astype(self.runtime.dtype), tokens_BT, axis=0)
         # Each device looks up its slice of D for the tokens of its fsdp group; then slices are exchanged for sequences.
         x_BTD = constrain(x_BTD, layout, DATA, None, FSDP if config.d_model % layout.axis_size(FSDP) == 0 else None)

@@ -15,8 +15,11 @@ from models.sharding import FSDP, Axis, Layout, constrain, parameter_axes
 WEIGHT_INIT = nn.initializers.normal(stddev=0.02)
 
 
-def _project(x_BTD: jax.Array, kernel_DF: jax.Array, layout: Layout, axes: tuple[Axis, ...]) -> jax.Array:
-    """`x @ kernel` in the dtype of `x`, the kernel's fsdp shards brought together for it.
+DENSE = "btd,df->btf"
+
+
+def _project(x: jax.Array, kernel: jax.Array, layout: Layout, axes: tuple[Axis, ...], equation: str) -> jax.Array:
+    """`einsum(equation, x, kernel)` in the dtype of `x`, the kernel's fsdp shards brought together for it.
 
     A custom VJP for three reasons. Between forward and backward only the f32 shard is kept, which is there anyway: by default the
     gathered copy in the dtype of `x` would be, of every layer. The gradient is scattered to the shards at once, where a plain
@@ -24,36 +27,38 @@ def _project(x_BTD: jax.Array, kernel_DF: jax.Array, layout: Layout, axes: tuple
     contraction and move activations instead of weights.
 
     Args:
-        x_BTD: Input.
-        kernel_DF: f32 weight, split by `axes`.
+        x: Input, like (B, T, D).
+        kernel: f32 weight, like (D, F), split by `axes`.
         layout: The devices.
         axes: See `parameter_axes`.
+        equation: Such as `DENSE`; every index stands in two of its three terms, or in all three.
     """
-    return x_BTD @ _gathered(kernel_DF, x_BTD.dtype, layout, axes)
+    return jnp.einsum(equation, x, gathered(kernel.astype(x.dtype), layout, axes))  # cast first: half the bytes on the wire
 
 
-def _gathered(kernel_DF: jax.Array, dtype: jnp.dtype, layout: Layout, axes: tuple[Axis, ...]) -> jax.Array:
-    # Cast first: half the bytes on the wire.
-    return constrain(kernel_DF.astype(dtype), layout, *(None if axis == FSDP else axis for axis in axes))
+def gathered(kernel: jax.Array, layout: Layout, axes: tuple[Axis, ...]) -> jax.Array:
+    """A weight with its fsdp shards brought together."""
+    return constrain(kernel, layout, *(None if axis == FSDP else axis for axis in axes))
 
 
 def _project_forward(
-    x_BTD: jax.Array, kernel_DF: jax.Array, layout: Layout, axes: tuple[Axis, ...]
+    x: jax.Array, kernel: jax.Array, layout: Layout, axes: tuple[Axis, ...], equation: str
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     # Not by calling `project`: policies do not look into a custom VJP that is called, `dots` would save nothing here.
-    return _project(x_BTD, kernel_DF, layout, axes), (x_BTD, kernel_DF)
+    return _project(x, kernel, layout, axes, equation), (x, kernel)
 
 
 def _project_backward(
-    layout: Layout, axes: tuple[Axis, ...], saved: tuple[jax.Array, jax.Array], d_y_BTF: jax.Array
+    layout: Layout, axes: tuple[Axis, ...], equation: str, saved: tuple[jax.Array, jax.Array], d_y: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    x_BTD, kernel_DF = saved
-    d_x_BTD = jnp.einsum("btf,df->btd", d_y_BTF, _gathered(kernel_DF, x_BTD.dtype, layout, axes))
-    d_kernel_DF = constrain(jnp.einsum("btd,btf->df", x_BTD, d_y_BTF), layout, *axes)
-    return d_x_BTD, d_kernel_DF.astype(kernel_DF.dtype)
+    x, kernel = saved
+    of_x, of_kernel, of_y = equation.replace("->", ",").split(",")
+    d_x = jnp.einsum(f"{of_y},{of_kernel}->{of_x}", d_y, gathered(kernel.astype(x.dtype), layout, axes))
+    d_kernel = constrain(jnp.einsum(f"{of_x},{of_y}->{of_kernel}", x, d_y), layout, *axes)
+    return d_x, d_kernel.astype(kernel.dtype)
 
 
-project = jax.custom_vjp(_project, nondiff_argnums=(2, 3))
+project = jax.custom_vjp(_project, nondiff_argnums=(2, 3, 4))
 project.defvjp(_project_forward, _project_backward)
 
 
@@ -78,7 +83,7 @@ class Projection(nn.Module):
         shape = (x_BTD.shape[-1], self.num_features)
         kernel_DF = self.param("kernel", WEIGHT_INIT, shape, jnp.float32)
         axes = parameter_axes((self.name or "", "kernel"), shape, self.layout)
-        y_BTF = project(x_BTD.astype(self.dtype), kernel_DF, self.layout, axes)
+        y_BTF = project(x_BTD.astype(self.dtype), kernel_DF, self.layout, axes, DENSE)
         if self.has_bias:
             y_BTF += self.param("bias", nn.initializers.zeros, (self.num_features,), jnp.float32).astype(self.dtype)
         return y_BTF

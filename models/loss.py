@@ -8,6 +8,8 @@ are brought together: the head's gradient is then never whole on a device.
 Legend: B batch, T tokens of a sequence, C tokens of a chunk, D model width, V vocabulary.
 """
 
+from enum import StrEnum
+
 import jax
 import jax.numpy as jnp
 
@@ -15,22 +17,37 @@ from models.sharding import BATCH, DATA, FSDP, TENSOR, Layout, constrain
 
 VOCABULARY = (FSDP, TENSOR)
 
-# The loss and its gradients with respect to hidden states and head, so far.
-_Sums = tuple[jax.Array, jax.Array, jax.Array]
+# The loss and its gradients with respect to hidden states and head, so far; a frozen head has None.
+_Sums = tuple[jax.Array, jax.Array, jax.Array | None]
+
+
+class Head(StrEnum):
+    """Whether the output head gets a gradient, which is as large as it is, in f32."""
+
+    TRAINED = "trained"
+    FROZEN = "frozen"
 
 
 def chunked_cross_entropy(
-    hidden_BTD: jax.Array, head_VD: jax.Array, labels_BT: jax.Array, weights_BT: jax.Array, *, chunk: int, layout: Layout
+    hidden_BTD: jax.Array,
+    head_VD: jax.Array,
+    labels_BT: jax.Array,
+    weights_BT: jax.Array,
+    *,
+    chunk: int,
+    layout: Layout,
+    head: Head = Head.TRAINED,
 ) -> jax.Array:
     """Mean over tokens of -log softmax(hidden @ head.T)[label], weighted.
 
     Args:
         hidden_BTD: In the dtype of the computation.
-        head_VD: The output head, f32; it is cast to the dtype of `hidden_BTD`.
+        head_VD: The output head, f32 if it trains; it is cast to the dtype of `hidden_BTD`.
         labels_BT: The right token at each place.
         weights_BT: Weight of each token in the mean, such as 1 and 0 as a mask. Not differentiated.
         chunk: At most so many tokens of each sequence at a time.
         layout: The devices.
+        head: Whether the head gets a gradient.
 
     Returns:
         The loss, an f32 scalar; 0 when every weight is 0.
@@ -41,19 +58,31 @@ def chunked_cross_entropy(
         labels_BT, weights_BT = (jnp.pad(x, ((0, 0), (0, pad))) for x in (labels_BT, weights_BT))
     num_chunks = max(1, -(-labels_BT.shape[1] // chunk))
     weights_BT = weights_BT.astype(jnp.float32)
-    total = _summed_cross_entropy(hidden_BTD, head_VD, labels_BT, weights_BT, num_chunks, layout)
+    total = _summed_cross_entropy(hidden_BTD, head_VD, labels_BT, weights_BT, num_chunks, layout, head)
     return total / jnp.maximum(weights_BT.sum(), 1e-6)
 
 
 def _sum(
-    hidden_BTD: jax.Array, head_VD: jax.Array, labels_BT: jax.Array, weights_BT: jax.Array, num_chunks: int, layout: Layout
+    hidden_BTD: jax.Array,
+    head_VD: jax.Array,
+    labels_BT: jax.Array,
+    weights_BT: jax.Array,
+    num_chunks: int,
+    layout: Layout,
+    head: Head,
 ) -> jax.Array:
-    return _forward(hidden_BTD, head_VD, labels_BT, weights_BT, num_chunks, layout)[0]
+    return _forward(hidden_BTD, head_VD, labels_BT, weights_BT, num_chunks, layout, head)[0]
 
 
 def _forward(
-    hidden_BTD: jax.Array, head_VD: jax.Array, labels_BT: jax.Array, weights_BT: jax.Array, num_chunks: int, layout: Layout
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    hidden_BTD: jax.Array,
+    head_VD: jax.Array,
+    labels_BT: jax.Array,
+    weights_BT: jax.Array,
+    num_chunks: int,
+    layout: Layout,
+    head: Head,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
     table_VD = constrain(head_VD.astype(hidden_BTD.dtype), layout, VOCABULARY)
     size = hidden_BTD.shape[1] // num_chunks
 
@@ -66,14 +95,16 @@ def _forward(
         h_BCD = constrain(constrain(h_BCD, layout, BATCH), layout, DATA)
         chunk_loss, d_logits_BCV = _chunk_loss(h_BCD, table_VD, labels_BC, weights_BC, layout)
         d_h_BCD = constrain(jnp.einsum("bcv,vd->bcd", d_logits_BCV, table_VD), layout, BATCH)
-        d_head_VD += jnp.einsum("bcv,bcd->vd", d_logits_BCV, h_BCD, preferred_element_type=jnp.float32)
+        if d_head_VD is not None:
+            d_head_VD += jnp.einsum("bcv,bcd->vd", d_logits_BCV, h_BCD, preferred_element_type=jnp.float32)
+            d_head_VD = constrain(d_head_VD, layout, VOCABULARY)
         d_hidden_BTD = jax.lax.dynamic_update_slice_in_dim(d_hidden_BTD, d_h_BCD, index * size, axis=1)
-        return (loss + chunk_loss, d_hidden_BTD, constrain(d_head_VD, layout, VOCABULARY)), None
+        return (loss + chunk_loss, d_hidden_BTD, d_head_VD), None
 
     start = (
         jnp.zeros((), jnp.float32),
         constrain(jnp.zeros_like(hidden_BTD), layout, BATCH),
-        constrain(jnp.zeros(head_VD.shape, jnp.float32), layout, VOCABULARY),
+        constrain(jnp.zeros(head_VD.shape, jnp.float32), layout, VOCABULARY) if head is Head.TRAINED else None,
     )
     (loss, d_hidden_BTD, d_head_VD), _ = jax.lax.scan(step, start, jnp.arange(num_chunks))
     return loss, (d_hidden_BTD, d_head_VD)
@@ -95,12 +126,13 @@ def _chunk_loss(
 
 
 def _backward(
-    num_chunks: int, layout: Layout, gradients: tuple[jax.Array, jax.Array], scale: jax.Array
-) -> tuple[jax.Array, jax.Array, None, None]:
-    del num_chunks, layout
+    num_chunks: int, layout: Layout, head: Head, gradients: tuple[jax.Array, jax.Array | None], scale: jax.Array
+) -> tuple[jax.Array, jax.Array | None, None, None]:
+    del num_chunks, layout, head
     d_hidden_BTD, d_head_VD = gradients
-    return (d_hidden_BTD * scale).astype(d_hidden_BTD.dtype), d_head_VD * scale, None, None
+    d_head_VD = None if d_head_VD is None else d_head_VD * scale
+    return (d_hidden_BTD * scale).astype(d_hidden_BTD.dtype), d_head_VD, None, None
 
 
-_summed_cross_entropy = jax.custom_vjp(_sum, nondiff_argnums=(4, 5))
+_summed_cross_entropy = jax.custom_vjp(_sum, nondiff_argnums=(4, 5, 6))
 _summed_cross_entropy.defvjp(_forward, _backward)

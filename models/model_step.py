@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from models.sharding import Layout, abstract, shard_like_parameters
-from models.training import Loss, Metrics, OptimizerOptions, TrainState, make_optimizer, update
+from models.training import IsTrained, Loss, Metrics, OptimizerOptions, TrainState, all_train, make_optimizer, split, update
 from remat_kit import Knobs, Stack, Step, StepError
 
 
@@ -52,6 +52,8 @@ class Trained:
         num_labels: See `ModelStep`.
         loss_scale: See `models.training.update`.
         notes: See `remat_kit.Step`.
+        is_trained: See `models.training.update`.
+        evaluate: What a batch is judged by; None = the loss.
     """
 
     init_params: Callable[[jax.Array], Any]
@@ -63,6 +65,8 @@ class Trained:
     num_labels: int
     loss_scale: float = 1.0
     notes: tuple[str, ...] = ()
+    is_trained: IsTrained = all_train
+    evaluate: Loss | None = None
 
 
 def make_model_step(model: Trained, *, optimizer: OptimizerOptions, accumulate: int, knobs: Knobs) -> ModelStep:
@@ -89,9 +93,10 @@ def make_model_step(model: Trained, *, optimizer: OptimizerOptions, accumulate: 
             layout=model.layout,
             accumulate=accumulate,
             loss_scale=model.loss_scale,
+            is_trained=model.is_trained,
         )
 
-    fresh = functools.partial(_fresh_state, init_params=model.init_params, optimizer=rule)
+    fresh = functools.partial(_fresh_state, model=model, optimizer=rule)
     state = jax.eval_shape(fresh, jax.random.key(0))
     shardings = shard_like_parameters(state, model.layout)
     make_state = jax.jit(fresh, out_shardings=shardings)
@@ -109,7 +114,7 @@ def make_model_step(model: Trained, *, optimizer: OptimizerOptions, accumulate: 
         knobs=knobs,
         init=init,
         notes=model.notes,
-        evaluate=model.loss,
+        evaluate=model.evaluate or model.loss,
         make_state=make_state,
         layout=model.layout,
         optimizer=optimizer,
@@ -117,11 +122,9 @@ def make_model_step(model: Trained, *, optimizer: OptimizerOptions, accumulate: 
     )
 
 
-def _fresh_state(
-    key: jax.Array, *, init_params: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation
-) -> TrainState:
-    params = init_params(key)
-    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+def _fresh_state(key: jax.Array, *, model: Trained, optimizer: optax.GradientTransformation) -> TrainState:
+    params = model.init_params(key)
+    return TrainState(params, optimizer.init(split(params, model.is_trained)[0]), jnp.zeros((), jnp.int32))
 
 
 def _check_split(model: Trained, accumulate: int) -> None:

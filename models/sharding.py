@@ -25,7 +25,7 @@ BATCH = (DATA, FSDP)
 Axis = str | tuple[str, ...] | None
 
 # Which dimension of a weight, stack dimension aside, holds heads or the MLP's inner width.
-_TENSOR_DIM: Mapping[str, int] = {"q": -1, "k": -1, "v": -1, "gate": -1, "up": -1, "attn_out": 0, "down": 0, "head": 0}
+_TENSOR_DIM: Mapping[str, int] = {"q": -1, "k": -1, "v": -1, "gate": -1, "up": -1, "attn_out": -2, "down": -2, "head": -2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +117,8 @@ def parameter_axes(path: Sequence[str], shape: Sequence[int], layout: Layout) ->
     """
     axes: list[Axis] = [None] * len(shape)
     first = 1 if path[0] == "layers" else 0
-    tensor_dim = _tensor_dim(path, first, len(shape))
-    if tensor_dim is not None and layout.axis_size(TENSOR) > 1:
+    tensor_dim = _tensor_dim(path, len(shape))
+    if tensor_dim is not None and layout.axis_size(TENSOR) > 1 and shape[tensor_dim] % layout.axis_size(TENSOR) == 0:
         axes[tensor_dim] = TENSOR
     if len(shape) - first >= 2:
         free = [len(shape) - 1] if path[-1] == "embedding" else [dim for dim in range(first, len(shape)) if axes[dim] is None]
@@ -128,11 +128,17 @@ def parameter_axes(path: Sequence[str], shape: Sequence[int], layout: Layout) ->
     return tuple(axes)
 
 
-def _tensor_dim(path: Sequence[str], first: int, rank: int) -> int | None:
+def _tensor_dim(path: Sequence[str], rank: int) -> int | None:
     dim = next((_TENSOR_DIM[name] for name in path if name in _TENSOR_DIM), None)
-    if dim is None or (path[-1] == "bias" and dim == 0):
+    # Of a low-rank pair only the factor with the split dimension is split.
+    if dim is None or (path[-1], dim) in {("bias", -2), ("lora_a", -1), ("lora_b", -2)}:
         return None
-    return rank - 1 if dim == -1 else first
+    return rank + dim
+
+
+def names_of(path: Sequence[Any]) -> tuple[str, ...]:
+    """The names in a JAX key path that come from dicts, as those of parameters do."""
+    return tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
 def shard_like_parameters(tree: Any, layout: Layout) -> Any:
@@ -147,7 +153,7 @@ def shard_like_parameters(tree: Any, layout: Layout) -> Any:
     """
 
     def shard(path: tuple[Any, ...], leaf: Any) -> Sharding:
-        names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+        names = names_of(path)
         return layout.sharding(*(parameter_axes(names, leaf.shape, layout) if names else ()))
 
     return jax.tree_util.tree_map_with_path(shard, tree)

@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from models import config as configs
+from models.adapters import Adapter, Frozen, is_factor, make_adapter
 from models.config import DecoderConfig
 from models.decoder import Decoder, Runtime, roles
 from models.devices import choose_attention, choose_dtype
+from models.experts import ROUTING, keep_routing
 from models.model_step import ModelStep, Trained, make_model_step
 from models.sharding import BATCH, TENSOR, Layout, make_layout
-from models.training import FLOAT16_LOSS_SCALE, Batch, OptimizerOptions, init_params, loss_fn
+from models.training import FLOAT16_LOSS_SCALE, Batch, OptimizerOptions, all_train, init_params, loss_fn, losses
 from remat_kit import Knobs, Policies, Stack, StepError
 from remat_kit.presets import resolve_stack
 
@@ -41,6 +43,7 @@ class StepOptions:
         chunk: At most so many tokens of each sequence whose logits exist at a time.
         accumulate: Micro-batches that the batch is split into.
         optimizer: AdamW and its schedule.
+        adapter: Low-rank adapters train, the model is frozen; None = the model trains.
     """
 
     batch: int
@@ -52,6 +55,7 @@ class StepOptions:
     chunk: int = DEFAULT_CHUNK
     accumulate: int = 1
     optimizer: OptimizerOptions = OPTIMIZER
+    adapter: Adapter | None = None
 
 
 def make_step(config: DecoderConfig, policies: Policies, devices: Sequence[Any], options: StepOptions) -> ModelStep:
@@ -76,8 +80,10 @@ def make_step(config: DecoderConfig, policies: Policies, devices: Sequence[Any],
     kernel, notes = choose_attention(options.attention, devices, config=config, seq=options.seq, dtype=dtype)
     stack = Stack(name="layers", num_layers=config.num_layers, accepts_mixed=True, roles=roles(config))
     plan = resolve_stack(policies["layers"], stack.roles)
-    model = Decoder(config, Runtime(dtype=dtype, kernel=kernel, layout=layout), plan)
-    return _as_step(model, stack, options, notes)
+    if config.experts is not None:
+        plan, notes = keep_routing(plan), (*notes, f"{ROUTING}: saved under every policy")
+    runtime = Runtime(dtype=dtype, kernel=kernel, layout=layout, adapter=options.adapter)
+    return _as_step(Decoder(config, runtime, plan), stack, options, notes)
 
 
 def _as_step(model: Decoder, stack: Stack, options: StepOptions, notes: tuple[str, ...]) -> ModelStep:
@@ -92,9 +98,15 @@ def _as_step(model: Decoder, stack: Stack, options: StepOptions, notes: tuple[st
         num_labels=model.config.vocab_size,
         loss_scale=FLOAT16_LOSS_SCALE if model.runtime.dtype == jnp.float16 else 1.0,
         notes=notes,
+        is_trained=all_train if model.runtime.adapter is None else is_factor,
+        evaluate=functools.partial(_cross_entropy, model=model, chunk=options.chunk),
     )
     knobs = Knobs(batch="batch", seq="seq", depth="layers")
     return make_model_step(trained, optimizer=options.optimizer, accumulate=options.accumulate, knobs=knobs)
+
+
+def _cross_entropy(params: Any, batch: Batch, *, model: Decoder, chunk: int) -> jax.Array:
+    return losses(params, batch, model=model, chunk=chunk)[0]
 
 
 def _check_sizes(config: DecoderConfig, layout: Layout, options: StepOptions) -> None:
@@ -112,6 +124,8 @@ def _check_sizes(config: DecoderConfig, layout: Layout, options: StepOptions) ->
             f"batch={options.batch} can't be split over data x fsdp = {parts} devices; "
             f"give a multiple of {parts}, like batch={near}."
         )
+    if options.adapter is not None and config.experts is not None:
+        raise StepError("lora_rank: experts have no adapters here; give lora_rank=0, or a model without experts.")
     tensor = layout.axis_size(TENSOR)
     for what, count in (("key/value heads", config.num_kv_heads), ("MLP width", config.d_ff)):
         if count % tensor:
@@ -133,7 +147,15 @@ def _random_batch(key: jax.Array, *, vocab_size: int, options: StepOptions) -> B
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "weights": jnp.ones(shape, jnp.float32)}
 
 
-def _factory(name: str, config: DecoderConfig, default_batch: int, default_seq: int) -> Callable[..., ModelStep]:
+def _factory(
+    name: str,
+    config: DecoderConfig,
+    default_batch: int,
+    default_seq: int,
+    *,
+    default_rank: int = 0,
+    default_frozen: str = Frozen.BF16.value,
+) -> Callable[..., ModelStep]:
     def factory(
         policies: Policies,
         devices: Sequence[Any],
@@ -146,6 +168,9 @@ def _factory(name: str, config: DecoderConfig, default_batch: int, default_seq: 
         dtype: str = "auto",
         chunk: int = DEFAULT_CHUNK,
         accumulate: int = 1,
+        lora_rank: int = default_rank,
+        lora_alpha: float = 16.0,
+        frozen: str = default_frozen,
         learning_rate: float = OPTIMIZER.learning_rate,
         warmup: int = OPTIMIZER.warmup,
         decay_steps: int = OPTIMIZER.decay_steps,
@@ -165,6 +190,7 @@ def _factory(name: str, config: DecoderConfig, default_batch: int, default_seq: 
             chunk=chunk,
             accumulate=accumulate,
             optimizer=optimizer,
+            adapter=make_adapter(lora_rank, lora_alpha, frozen),
         )
         return make_step(config, policies, devices, options)
 
@@ -181,3 +207,8 @@ gpt2_xl = _factory("gpt2_xl", configs.GPT2_XL, 8, 1024)
 llama3_tiny = _factory("llama3_tiny", configs.LLAMA3_TINY, 4, 32)
 llama3_8b = _factory("llama3_8b", configs.LLAMA3_8B, 32, 2048)
 llama3_70b = _factory("llama3_70b", configs.LLAMA3_70B, 128, 4096)
+llama3_8b_lora = _factory("llama3_8b_lora", configs.LLAMA3_8B, 8, 2048, default_rank=16)
+llama3_8b_qlora = _factory("llama3_8b_qlora", configs.LLAMA3_8B, 8, 2048, default_rank=16, default_frozen=Frozen.NF4.value)
+moe_tiny = _factory("moe_tiny", configs.MOE_TINY, 4, 32)
+moe_small = _factory("moe_small", configs.MOE_SMALL, 8, 1024)
+mixtral_8x7b = _factory("mixtral_8x7b", configs.MIXTRAL_8X7B, 32, 2048)

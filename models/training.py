@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import optax
 
 from models.decoder import Decoder
-from models.loss import chunked_cross_entropy
-from models.sharding import BATCH, Layout, shard_like_parameters
+from models.loss import Head, chunked_cross_entropy
+from models.sharding import BATCH, Layout, names_of, shard_like_parameters
 from remat_kit import StepError
 from remat_kit.attention import Kernel
 
@@ -26,11 +26,20 @@ Metrics = dict[str, jax.Array]
 # Parameters and a batch to the mean over the batch, weighted by its `weights`: an f32 scalar, 0 when all weights are 0.
 Loss = Callable[[Parameters, Any], jax.Array]
 
+# The names of a parameter's path -> whether it trains.
+IsTrained = Callable[[tuple[str, ...]], bool]
+
 # Where the cosine ends, as a share of the peak learning rate (Hoffmann et al., 2022).
 FINAL_SHARE = 0.1
 
 # float16 has no exponent for gradients of a mean over thousands of tokens: the loss is scaled up, the gradients down again.
 FLOAT16_LOSS_SCALE = 2.0**15
+
+
+def all_train(names: tuple[str, ...]) -> bool:
+    """Every parameter trains."""
+    del names
+    return True
 
 
 class Batch(TypedDict):
@@ -56,7 +65,7 @@ class TrainState(NamedTuple):
 
 
 def loss_fn(params: Parameters, batch: Batch, *, model: Decoder, chunk: int) -> jax.Array:
-    """The mean cross-entropy of a batch, an f32 scalar.
+    """The mean cross-entropy of a batch, and of experts their load-balancing loss: an f32 scalar.
 
     Args:
         params: The parameter tree.
@@ -64,10 +73,27 @@ def loss_fn(params: Parameters, batch: Batch, *, model: Decoder, chunk: int) -> 
         model: The decoder.
         chunk: Tokens of each sequence whose logits exist at a time.
     """
-    hidden_BTD: Any = model.apply({"params": params}, batch["tokens"])
+    cross_entropy, balance = losses(params, batch, model=model, chunk=chunk)
+    return cross_entropy if balance is None else cross_entropy + balance
+
+
+def losses(params: Parameters, batch: Batch, *, model: Decoder, chunk: int) -> tuple[jax.Array, jax.Array | None]:
+    """The two parts of `loss_fn`: cross-entropy, and the weighted load-balancing loss of experts.
+
+    That is a mean over layers and sequences, of sequences by their share of the batch's weight: as the cross-entropy of a batch
+    is that of its micro-batches, so is this.
+    """
+    hidden_BTD, balance_LB = model.apply({"params": params}, batch["tokens"])  # type: ignore[misc]
     head_VD = params["embedding" if model.config.has_tied_head else "head"]
-    layout = model.runtime.layout
-    return chunked_cross_entropy(hidden_BTD, head_VD, batch["labels"], batch["weights"], chunk=chunk, layout=layout)
+    layout, head = model.runtime.layout, Head.TRAINED if model.runtime.adapter is None else Head.FROZEN
+    weights = batch["weights"]
+    loss = chunked_cross_entropy(hidden_BTD, head_VD, batch["labels"], weights, chunk=chunk, layout=layout, head=head)
+    experts = model.config.experts
+    if experts is None:
+        return loss, None
+    weights_B = weights.astype(jnp.float32).sum(1)
+    balance = (balance_LB.mean(0) * weights_B).sum() / jnp.maximum(weights_B.sum(), 1e-6)
+    return loss, experts.balance_weight * balance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,13 +138,25 @@ def make_optimizer(options: OptimizerOptions = OptimizerOptions()) -> optax.Grad
 
 
 def _is_decayed(params: Parameters) -> Parameters:
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in ("bias", "scale"), params)
+    return jax.tree_util.tree_map_with_path(lambda path, _: names_of(path)[-1] not in ("bias", "scale"), params)
 
 
 def init_params(key: jax.Array, *, model: Decoder) -> Parameters:
     """Fresh f32 parameters of a decoder; jit it with `out_shardings` to make them on the mesh."""
     plain = dataclasses.replace(model.runtime, kernel=Kernel.XLA, layout=Layout(devices=()))
     return model.clone(runtime=plain).init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+
+
+def split(params: Parameters, is_trained: IsTrained) -> tuple[Parameters, Parameters]:
+    """The parameters that train and the frozen ones: two trees of one structure, with None for what the other has."""
+    marks = jax.tree_util.tree_map_with_path(lambda path, _: is_trained(names_of(path)), params)
+    trained = jax.tree.map(lambda mark, leaf: leaf if mark else None, marks, params)
+    return trained, jax.tree.map(lambda mark, leaf: None if mark else leaf, marks, params)
+
+
+def join(trained: Parameters, frozen: Parameters) -> Parameters:
+    """What `split` took apart."""
+    return jax.tree.map(lambda new, old: old if new is None else new, trained, frozen, is_leaf=lambda leaf: leaf is None)
 
 
 def update(
@@ -130,6 +168,7 @@ def update(
     layout: Layout,
     accumulate: int = 1,
     loss_scale: float = 1.0,
+    is_trained: IsTrained = all_train,
 ) -> tuple[TrainState, Metrics]:
     """Forward, backward and update.
 
@@ -141,18 +180,20 @@ def update(
         layout: The devices.
         accumulate: Micro-batches that the batch is split into.
         loss_scale: The loss is scaled up by it, the gradients down again.
+        is_trained: Which parameters have gradients and optimizer state; the others go through as they are.
 
     Returns:
         The state after, and the metrics `loss` and `grad_norm`.
     """
-    gradient = jax.value_and_grad(lambda params, part: loss(params, part) * loss_scale)
+    params, frozen = split(state.params, is_trained)
+    gradient = jax.value_and_grad(lambda params, part: loss(join(params, frozen), part) * loss_scale)
     if accumulate == 1:
-        value, grads = gradient(state.params, batch)
+        value, grads = gradient(params, batch)
     else:
-        value, grads = _accumulated(gradient, state.params, batch, layout, accumulate)
+        value, grads = _accumulated(gradient, params, batch, layout, accumulate)
     grads = grads if loss_scale == 1.0 else jax.tree.map(lambda grad: grad / loss_scale, grads)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    updates, opt_state = optimizer.update(grads, state.opt_state, params)
+    params = join(optax.apply_updates(params, updates), frozen)
     metrics = {"loss": value / loss_scale, "grad_norm": optax.tree.norm(grads)}
     return TrainState(params, opt_state, state.step + 1), metrics
 
