@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from remat_kit.step import Alternative, Knobs, Stack, Step
     from remat_kit.trace.residuals import residual_report, residuals
     from remat_kit.verbs.compare import compare
+    from remat_kit.verbs.explain import explain, load_explanation
     from remat_kit.verbs.load_plan import load_plan
     from remat_kit.verbs.plan import plan, plan_targets
     from remat_kit.verbs.plan_more import plan_frontier, plan_largest
@@ -51,6 +52,8 @@ _MODULES = {
     "StepError": "errors",
     "TargetError": "errors",
     "compare": "verbs.compare",
+    "explain": "verbs.explain",
+    "load_explanation": "verbs.explain",
     "load_plan": "verbs.load_plan",
     "parse_plan": "grammar",
     "parse_policy": "grammar",

@@ -6,7 +6,7 @@ a traceback unless `--traceback` asks for it.
 
 import click
 
-from remat_kit.cli import compare, plan, policies, residuals, targets
+from remat_kit.cli import compare, explain, plan, policies, residuals, targets
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -15,5 +15,5 @@ def main() -> None:
     """Choose, check and apply rematerialization policies, with the target's own compiler and without the target."""
 
 
-for _module in (compare, plan, residuals, policies, targets):
+for _module in (compare, explain, plan, residuals, policies, targets):
     main.add_command(_module.command)

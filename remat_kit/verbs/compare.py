@@ -89,9 +89,9 @@ def compare(
     return Comparison(
         step=template.factory if isinstance(step, str) else getattr(step, "__qualname__", repr(step)),
         options=template.options,
-        flags=_flags(template.xla, parsed),
+        flags=flags_in_force(template.xla, parsed),
         rows=tuple(rows),
-        notes=_notes(parsed, budget, fraction),
+        notes=notes_of(parsed, budget, fraction),
     )
 
 
@@ -155,12 +155,14 @@ def _raise_if_factory_never_worked(outcomes: Sequence[Outcome]) -> None:
         raise last
 
 
-def _flags(xla: tuple[tuple[str, str], ...], targets: Sequence[Target]) -> tuple[tuple[str, str], ...]:
+def flags_in_force(xla: tuple[tuple[str, str], ...], targets: Sequence[Target]) -> tuple[tuple[str, str], ...]:
+    """Pairs of where a compiler flag comes from and its value: environment, `--xla`, rows of targets."""
     of_rows = tuple((f"{target.kind}: {name}", str(value)) for target in targets for name, value in target.compiler_options)
     return (*compiler_flags(), *((f"--xla {name}", value) for name, value in xla), *dict.fromkeys(of_rows))
 
 
-def _notes(targets: Sequence[Target], budget: str | int | None, memory_fraction: float) -> tuple[str, ...]:
+def notes_of(targets: Sequence[Target], budget: str | int | None, memory_fraction: float) -> tuple[str, ...]:
+    """What holds for every row of these targets."""
     notes = []
     platforms = {target.platform for target in targets}
     if budget is None and "cuda" in platforms:

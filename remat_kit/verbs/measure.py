@@ -15,20 +15,21 @@ import msgspec
 
 from remat_kit.apply.paths import rematerialize
 from remat_kit.compile.cache import Cache
-from remat_kit.compile.compiler import compile_lowered
+from remat_kit.compile.compiler import compile_lowered, compile_with_dump
 from remat_kit.compile.topology import devices_for, identify
 from remat_kit.errors import PolicyError, RematKitError
 from remat_kit.grammar import parse_plan
 from remat_kit.graph import StepGraph
 from remat_kit.plans import NO_REMAT, Plan, Policies
 from remat_kit.policy import NoRemat
-from remat_kit.records import StepTrace
+from remat_kit.records import CompiledStep, StepTrace
 from remat_kit.step import Step
 from remat_kit.targets import Target, check_abilities, load_rows, parse_target
 from remat_kit.trace import graph_of, report_graph, summarise
 from remat_kit.verbs.build import bind_plan, build, check_names, factory_error, read_options
+from remat_kit.verbs.dissect import dissect
 from remat_kit.verbs.plan_blocks import step_blocks
-from remat_kit.verbs.question import Answer, Question, Task, load_factory
+from remat_kit.verbs.question import Answer, Insides, Question, Task, load_factory
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -39,6 +40,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             return msgspec.to_builtins(measure(question))
         case Task.RESIDUALS:
             return msgspec.to_builtins(report_graph(prepare(question).traced.graph))
+        case Task.EXPLAIN:
+            return msgspec.to_builtins(explain(question))
         case Task.BLOCKS:
             prepared = prepare(question)
             return msgspec.to_builtins(step_blocks(question, prepared.target, prepared.traced.step, prepared.traced.graph))
@@ -86,15 +89,36 @@ def measure(question: Question) -> Answer:
         CompileError: The compiler failed on it.
     """
     prepared = prepare(question)
+    lowered = prepared.traced.program.lower()
+    compiled = compile_lowered(lowered, target=prepared.target, xla_options=question.xla, cache=_cache(question))
+    return _answer(prepared, compiled)
+
+
+def explain(question: Question) -> Insides:
+    """Measures one policy on one target, and looks inside what its compiler made.
+
+    Raises:
+        PolicyError, TargetError, StepError: The question does not make sense.
+        CompileError: The compiler failed on it, or left nothing to look into.
+        DumpError: What it left disagrees with its own totals.
+    """
+    prepared = prepare(question)
     traced = prepared.traced
-    compiled = compile_lowered(
-        traced.program.lower(),
-        target=prepared.target,
-        xla_options=question.xla,
-        cache=None if question.cache_dir is None else Cache(Path(question.cache_dir)),
+    compiled, texts = compile_with_dump(
+        traced.program.lower(), target=prepared.target, xla_options=question.xla, cache=_cache(question)
     )
+    measured = _answer(prepared, compiled)
+    return dissect(measured, texts, step=traced.step, graph=traced.graph)
+
+
+def _answer(prepared: Prepared, compiled: CompiledStep) -> Answer:
+    traced = prepared.traced
     findings = tuple(finding.message for finding in report_graph(traced.graph).findings)
     return Answer(trace=traced.trace, baseline=prepared.baseline.trace, compiled=compiled, notes=(*traced.step.notes, *findings))
+
+
+def _cache(question: Question) -> Cache | None:
+    return None if question.cache_dir is None else Cache(Path(question.cache_dir))
 
 
 def prepare(question: Question) -> Prepared:

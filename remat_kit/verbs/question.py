@@ -16,6 +16,9 @@ from enum import StrEnum
 import cloudpickle
 
 from remat_kit.errors import StepError, nearest
+from remat_kit.explanation import PhaseFlops
+from remat_kit.graph import ResidualReport
+from remat_kit.memory import MemoryReport, WorkReport
 from remat_kit.records import CompiledStep, StepTrace
 
 
@@ -24,6 +27,7 @@ class Task(StrEnum):
 
     MEASURE = "measure"
     RESIDUALS = "residuals"
+    EXPLAIN = "explain"
     BLOCKS = "blocks"
 
 
@@ -69,6 +73,27 @@ class Answer:
     baseline: StepTrace
     compiled: CompiledStep
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Insides:
+    """An explained row.
+
+    Attributes:
+        measured: The row.
+        memory: Where its memory goes.
+        work: What its compiled program does.
+        agreement: Matmul FLOPs of trace and compiled program.
+        residuals: What the trace keeps and recomputes.
+        analysis_s: Seconds that reading and analysing took.
+    """
+
+    measured: Answer
+    memory: MemoryReport
+    work: WorkReport
+    agreement: tuple[PhaseFlops, ...]
+    residuals: ResidualReport
+    analysis_s: float
 
 
 def question_of(
