@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 from jax._src import ad_util as _ad_util
 from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
@@ -217,6 +218,19 @@ def compiler_option_names() -> tuple[str, ...]:
 
 REMAT3_ASKS_POLICIES = jax.__version_info__ >= (0, 12)
 """Whether jax_remat3 asks a policy callable about names; before, it takes every callable for "save nothing"."""
+
+
+GPU_OFFLOAD_FAULT = (
+    None
+    if jaxlib.version.__version_info__ >= (0, 11, 2)
+    else f"jaxlib {jaxlib.__version__} reads values offloaded inside a loop back in the wrong order on GPUs, so that gradients "
+    "are silently wrong (openxla/xla#46231, put right in 0.11.2): update jaxlib, or set "
+    "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator."
+)
+"""What is wrong with offloading on GPUs in this version; None = nothing known.
+
+Seen in programs compiled for an H100: 0.10.2 and 0.11.0 have the fault, and not with that pass off; 0.11.2 and 0.12.0.1 have not.
+"""
 
 
 def remat3_is_on() -> bool:

@@ -45,6 +45,14 @@ class RematWarning(UserWarning):
     """A wrapping that works but does not do what was probably meant; the message gives the reason."""
 
 
+class IdleRuleWarning(RematWarning):
+    """A rule of a policy that keeps nothing: no value has its name, or the backward pass never reads the values that have it."""
+
+
+class ForwardModeError(RematKitError, TypeError):
+    """Forward-mode differentiation of what has a reverse-mode derivative only."""
+
+
 class DumpError(RematKitError, ValueError):
     """A compiler's dump that is missing, cut off, or disagrees with the compiler's own totals."""
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from remat_kit import _jax
+from remat_kit.apply.checks import warn_of_known_faults
 from remat_kit.apply.jaxprs import equations_of
 from remat_kit.apply.lowering import lower_policy
 from remat_kit.apply.weights import WEIGHTS_NAME, name_weight_matmuls
@@ -42,7 +43,11 @@ def checkpoint(
 
     Raises:
         PolicyError: The rule `weights` does not know the parameters, or, when called, jax_remat3 is on and can't express a rule.
+
+    Warns:
+        RematWarning: This version of jaxlib is known to get a rule wrong on the devices that JAX has here.
     """
+    warn_of_known_faults(policy)
     named = _with_named_weights(fn, policy, num_static, find_weights)
     static = tuple(range(num_static))
     if not _jax.remat3_is_on():

@@ -19,6 +19,7 @@ import jax
 
 from remat_kit.apply.arguments import Constants, StaticArguments, join_arguments, split_arguments, static_arguments
 from remat_kit.apply.checkpoint import FindWeights, checkpoint
+from remat_kit.apply.checks import name_of, warn_of_idle_rules
 from remat_kit.apply.jaxprs import equations_of
 from remat_kit.errors import ApplyError, PolicyError, RematWarning
 from remat_kit.grammar import parse_policy
@@ -47,6 +48,7 @@ class Wrapping:
         argnums: Positions of static arguments, `self` included.
         argnames: Names of static arguments.
         params_argnums: Positions of a function's arguments that are parameters.
+        is_by_path: Whether `rematerialize` applies it, which looks for its names in all the modules that match together.
     """
 
     policy: Remat
@@ -54,6 +56,7 @@ class Wrapping:
     argnums: tuple[int, ...] = ()
     argnames: tuple[str, ...] = ()
     params_argnums: tuple[int, ...] = ()
+    is_by_path: bool = False
 
     def static(self, fn: Callable[..., Any], *, num_bound: int = 0) -> StaticArguments:
         """The static arguments of a call to `fn`, see `static_arguments`."""
@@ -121,8 +124,8 @@ def remat(
             merges the recomputation with the forward pass and undoes it.
         static_argnums: Positions, `self` included, of arguments that stay as they are although they are or hold arrays.
         static_argnames: The same by name.
-        params_argnums: Positions of a function's arguments that are parameters: what the rule `weights` asks for. Linen modules
-            know theirs.
+        params_argnums: Positions of a function's arguments that are parameters: what the rule `weights` asks for. Linen and NNX
+            modules know theirs.
 
     Returns:
         What was given, wrapped; itself for `none`.
@@ -133,6 +136,7 @@ def remat(
 
     Warns:
         RematWarning: The target is wrapped already, or turns out to be a whole loss.
+        IdleRuleWarning: When called, a rule keeps nothing: no value has its name, or it is only returned.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -200,14 +204,17 @@ def _flags_of_positions(constants: Constants, positions: tuple[int, ...], leaves
 def checkpointed(
     fn: Callable[..., Any], wrapping: Wrapping, *, num_constants: int = 0, find_weights: FindWeights | None = None
 ) -> Callable[..., Any]:
-    """`checkpoint` of a function whose first `num_constants` arguments are no arrays; warns where it wraps a whole loss."""
+    """`checkpoint` of a function whose first `num_constants` arguments are no arrays; warns of what can't have been meant."""
     run = checkpoint(fn, wrapping.policy, prevent_cse=wrapping.prevent_cse, num_static=num_constants, find_weights=find_weights)
 
     def call(*args: Any) -> Any:
         result = run(*args)
+        # JAX keeps the trace of the call above, so that this one traces nothing.
+        program = functools.cache(lambda: jax.make_jaxpr(run, static_argnums=tuple(range(num_constants)))(*args))
         if _is_scalar(result):
-            # JAX keeps the trace of the call above, so that this one traces nothing.
-            _warn_of_whole_loss(jax.make_jaxpr(run, static_argnums=tuple(range(num_constants)))(*args), fn)
+            _warn_of_whole_loss(program(), fn)
+        if not wrapping.is_by_path:
+            warn_of_idle_rules(wrapping.policy, program, name_of(fn))
         return result
 
     return call

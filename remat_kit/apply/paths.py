@@ -199,7 +199,7 @@ def run_module(path: str, plain: Callable[[], Any], rematerialized: Callable[[Wr
     _warn_of_nesting(entry, path)
     entry.active.append(path)
     try:
-        wrapping = Wrapping(policy=rule.policy, prevent_cse=rule.prevent_cse)
+        wrapping = Wrapping(policy=rule.policy, prevent_cse=rule.prevent_cse, is_by_path=True)
         return rematerialized(wrapping, functools.partial(_note_names, rule))
     finally:
         entry.active.remove(path)

@@ -14,10 +14,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from remat_kit.apply.checkpoint import checkpoint
+from remat_kit.apply.checks import name_of, warn_of_idle_rules
 from remat_kit.apply.function import is_wrapped, rules_of, warn
 from remat_kit.apply.jaxprs import Arrays
 from remat_kit.apply.mixed import FlatLayer, run_mixed
-from remat_kit.apply.segments import GroupOption, Node, build_nodes
+from remat_kit.apply.segments import GroupOption, build_nodes
 from remat_kit.errors import PolicyError, StepError
 from remat_kit.grammar import parse_plan
 from remat_kit.plans import Plan, Segment, StackPlan
@@ -67,6 +68,7 @@ def stack(
 
     Warns:
         RematWarning: The block is wrapped already.
+        IdleRuleWarning: A rule keeps nothing: no value of the block has its name, or the block only returns it.
 
     Note:
         A mixed plan has no forward-mode derivative (`jax.jvp`, `jax.hessian`), and JAX says so: use a plan with one policy there.
@@ -88,7 +90,7 @@ def stack(
     if group is None and not fitted.is_mixed:
         carry, outputs = _run_uniform(layer, fitted.policy, own, shared, x, num_layers=num_layers, unroll=unroll)
     else:
-        carry, outputs = _run_in_loops(layer, build_nodes(fitted, group=group), own, shared, x, unroll=unroll)
+        carry, outputs = _run_in_loops(layer, fitted, own, shared, x, group=group, unroll=unroll)
     return (carry, outputs) if layer.has_outputs else carry  # type: ignore[return-value]
 
 
@@ -151,11 +153,24 @@ def _run_uniform(
     is_loop = num_layers > 1 and unroll == 1
     rules = rules_of(policy)
     run = layer if rules is None else checkpoint(layer, rules, prevent_cse=not is_loop, find_weights=_find_weights)
+    if rules is not None:
+        run = _checked(run, rules, layer.block)
     if num_layers == 1:
         carry, outputs = run(jax.tree.map(lambda array: array[0], own), shared, jnp.int32(0), carry)
         return carry, jax.tree.map(lambda array: array[None], outputs)
     indices = jnp.arange(num_layers)
     return jax.lax.scan(lambda carry, each: run(each[0], shared, each[1], carry), carry, (own, indices), unroll=unroll)
+
+
+def _checked(run: Callable[..., Any], rules: Remat, block: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which warns of rules that keep nothing."""
+
+    def call(*args: Any) -> Any:
+        result = run(*args)
+        warn_of_idle_rules(rules, lambda: jax.make_jaxpr(run)(*args), name_of(block))
+        return result
+
+    return call
 
 
 def _find_weights(own: tuple[Any, Any], *others: Any) -> list[bool]:
@@ -164,10 +179,16 @@ def _find_weights(own: tuple[Any, Any], *others: Any) -> list[bool]:
     return [True for _ in jax.tree.leaves(params)] + [False for _ in jax.tree.leaves((xs, others))]
 
 
-def _run_in_loops(layer: _Layer, nodes: tuple[Node, ...], own: Any, shared: Any, carry: Any, *, unroll: int) -> tuple[Any, Any]:
+def _run_in_loops(
+    layer: _Layer, plan: StackPlan, own: Any, shared: Any, carry: Any, *, group: GroupOption, unroll: int
+) -> tuple[Any, Any]:
+    nodes = build_nodes(plan, group=group)
     own, shared, carry = jax.tree.map(_strongly_typed, (own, shared, carry))
     sliced = jax.eval_shape(lambda own: jax.tree.map(lambda array: array[0], own), own)
     closed, shapes = jax.make_jaxpr(layer, return_shape=True)(sliced, shared, jnp.int32(0), carry)
+    for rules in dict.fromkeys(rules_of(segment.policy) for segment in plan.segments):
+        if rules is not None:
+            warn_of_idle_rules(rules, lambda: closed, name_of(layer.block))
     # Whatever the block closes over comes out of the trace as constants: as inputs, they too get gradients.
     closed_over = [jnp.asarray(const) for const in closed.consts]
     flat_shared = jax.tree.leaves(shared)
