@@ -12,10 +12,12 @@ def main(args: list[str] | None = None) -> int:
     """Runs the command line; returns its exit code."""
     try:
         arguments = read_arguments(sys.argv[1:] if args is None else args)
-        from train.run import train  # JAX is loaded once the arguments are known to make sense
+        # JAX is loaded once the arguments are known to make sense.
+        from train.devices import start_devices
+        from train.run import train
 
         logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells every file it writes
-        train(arguments.config, resume=arguments.start.resume, tell=_tell)
+        train(arguments.config, start_devices(arguments.config), resume=arguments.start.resume, tell=_tell)
     except DivergedError as error:
         sys.stderr.write(f"diverged: {error}\n")
         return EXIT_DIVERGED

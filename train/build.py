@@ -3,6 +3,7 @@
 The factory is called as remat-kit calls it, with the same option texts, so that what `remat-kit compare` measures is what runs.
 """
 
+import dataclasses
 import inspect
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ import jax
 
 import models
 from models import ModelStep
-from remat_kit import Step, StepError
+from remat_kit import Step, StepError, rematerialize
 from remat_kit.errors import nearest
 from remat_kit.plans import NO_REMAT
 from remat_kit.records import StepTrace
@@ -56,7 +57,8 @@ class Built:
     def question(self) -> str:
         """The command that compiles the same step for a target."""
         settings = " ".join(f"--set {shlex.quote(f'{name}={text}')}" for name, text in self.options)
-        return f"remat-kit compare {self.factory} {settings} --policy {shlex.quote(str(self.plan.plan))} --target TARGET"
+        asked = f"--wrap {shlex.quote(str(self.plan))}" if self.plan.wraps else f"--policy {shlex.quote(str(self.plan))}"
+        return f"remat-kit compare {self.factory} {settings} {asked} --target TARGET"
 
 
 def build_steps(config: TrainConfig, devices: Sequence[jax.Device]) -> Built:
@@ -71,8 +73,10 @@ def build_steps(config: TrainConfig, devices: Sequence[jax.Device]) -> Built:
     texts = option_texts(config, factory)
     options = read_options(factory, texts)
     plain = build(factory, NO_REMAT, devices, options)
-    chosen = choose_plan(config.model)
+    chosen = choose_plan(config.model, plain)
     step = build(factory, bind_plan(chosen.plan, plain), devices, options)
+    if chosen.wraps:
+        step = dataclasses.replace(step, fn=rematerialize(dict(chosen.wraps))(step.fn))
     plain_trace, trace = trace_step(plain)[1], trace_step(step)[1]
     check_names(chosen.plan, plain_trace, trace)
     _check_contract(step)

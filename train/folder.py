@@ -3,12 +3,13 @@
 A new run never writes into a folder that has checkpoints, a resumed one only there.
 """
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
 
 from remat_kit.files import default_mode, write_whole
-from train.config import TrainConfig, to_mapping
+from train.config import ProcessConfig, TrainConfig, to_mapping
 from train.errors import CheckpointError, ConfigError
 
 CONFIG_FILE = "config.json"
@@ -51,5 +52,6 @@ def _free_folder(name: str) -> Path:
 
 def store_config(config: TrainConfig, folder: Path) -> None:
     """Writes the effective configuration, as JSON that `--config` and `--resume` read."""
-    text = json.dumps(to_mapping(config), indent=2) + "\n"
+    # Which process this is does not belong to the run.
+    text = json.dumps(to_mapping(dataclasses.replace(config, process=ProcessConfig())), indent=2) + "\n"
     write_whole(folder / CONFIG_FILE, text.encode(), mode=default_mode())

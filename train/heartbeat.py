@@ -1,4 +1,4 @@
-"""A sign of life of each process: a file that says which step it has done, written anew at least every few seconds.
+"""A sign of life of each process: a file that says which step it has done, written anew twice a second.
 
 A thread writes it, so that a long compile or evaluation is no silence; the step is what the loop last told. `train.launch` reads
 them.
@@ -16,9 +16,9 @@ import jax
 from remat_kit.files import default_mode, write_whole
 from train.folder import BEATS_FOLDER
 
-BEAT_EVERY_S = 2.0
+BEAT_EVERY_S = 0.5
 # Silent for so long, a process counts as dead.
-SILENCE_S = 10.0
+SILENCE_S = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

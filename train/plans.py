@@ -1,12 +1,17 @@
 """The plan of a run: from `--policy TEXT` or `--plan FILE` to a `Plan`, with what its file promised.
 
-A plan file is what `remat-kit plan --output` writes; a file that holds nothing but a plan's text will do as well.
+A plan file is what `remat-kit plan --out` writes (TOML or JSON); any other file holds a plan's text. A file that was made for
+another step or with other versions warns.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from remat_kit import Plan, PolicyError, parse_plan
+import remat_kit
+from remat_kit import Plan, PolicyError, Step, parse_plan
+from remat_kit.plan_file import SUFFIXES
+from remat_kit.targets import load_rows, parse_target
 from train.config import ModelConfig
 from train.errors import ConfigError
 
@@ -18,14 +23,14 @@ class Promise:
     Attributes:
         target: The target, as remat-kit spells it.
         device_kind: What JAX calls its devices.
-        total_bytes: Compiled bytes of a device; None = the file doesn't say.
+        total_bytes: Compiled bytes of a device.
         step_time_s: Predicted; None = the file doesn't say.
     """
 
     target: str
     device_kind: str
-    total_bytes: int | None
-    step_time_s: float | None
+    total_bytes: int
+    step_time_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,32 +38,49 @@ class ChosenPlan:
     """A plan and where it came from.
 
     Attributes:
-        plan: The policies.
+        plan: The policies of stacks.
+        wraps: Module pattern -> policy, for a model that nobody edits.
         source: For people: the option or the file.
         promise: Of the file; None = there is none.
     """
 
     plan: Plan
+    wraps: Mapping[str, str] = field(default_factory=dict)
     source: str
     promise: Promise | None = None
 
+    def __str__(self) -> str:
+        return "; ".join(f"{pattern}={policy}" for pattern, policy in self.wraps.items()) or str(self.plan)
 
-def choose_plan(config: ModelConfig) -> ChosenPlan:
+
+def choose_plan(config: ModelConfig, step: Step) -> ChosenPlan:
     """The plan that the configuration asks for; without any, nothing is recomputed.
+
+    Args:
+        config: Has a policy, a plan file or none of them.
+        step: Without rematerialization: what a plan file is held against.
 
     Raises:
         ConfigError: The plan file can't be read.
-        PolicyError: The text is not a plan.
+        PolicyError: The text is not a plan, the file not a plan file.
     """
-    if config.plan is not None:
-        return _read(Path(config.plan.removeprefix("@")))
     text = config.policy or "none"
-    if text.startswith("@"):
-        return _read(Path(text.removeprefix("@")))
-    return ChosenPlan(plan=parse_plan(text), source="--policy" if config.policy else "default")
+    file = config.plan if config.plan is not None else text if text.startswith("@") else None
+    if file is None:
+        return ChosenPlan(plan=parse_plan(text), source="--policy" if config.policy else "default")
+    path = Path(file.removeprefix("@"))
+    return _from_plan_file(path, step) if path.suffix in SUFFIXES else _from_text_file(path)
 
 
-def _read(path: Path) -> ChosenPlan:
+def _from_plan_file(path: Path, step: Step) -> ChosenPlan:
+    found = remat_kit.load_plan(path, step=step)
+    target = parse_target(found.target, load_rows())
+    promise = Promise(target=found.target, device_kind=target.device_kind, total_bytes=found.proof.compiled_total_bytes)
+    plan = parse_plan("none") if found.wraps else found.stack_plan
+    return ChosenPlan(plan=plan, wraps=dict(found.wraps), source=str(path), promise=promise)
+
+
+def _from_text_file(path: Path) -> ChosenPlan:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -22,6 +22,7 @@ class Progress:
         peak_flops_per_s: What the device could do; None = unknown.
         peak_bytes: See `train.memory`; None = unknown.
         promised_bytes: What it is compared with; None = unknown.
+        is_growth: Whether they are the growth of a CPU's process.
     """
 
     step: int
@@ -36,6 +37,7 @@ class Progress:
     peak_flops_per_s: float | None
     peak_bytes: int | None
     promised_bytes: int | None
+    is_growth: bool
 
     @property
     def utilization(self) -> float | None:
@@ -54,8 +56,8 @@ def progress_line(progress: Progress) -> str:
     Example:
         >>> progress_line(Progress(step=20, steps=100, loss=2.5, grad_norm=1.0, learning_rate=1e-3, step_time_s=0.5,
         ...     units_per_s=2048.0, unit="tokens", flops_per_s=4e12, peak_flops_per_s=1e13, peak_bytes=2**30,
-        ...     promised_bytes=2**30))
-        'step 20/100  loss 2.5000  2.05 ktokens/s  MFU 40.0 %  peak 1.00 GiB of 1.00 GiB promised  40.0 s left'
+        ...     promised_bytes=2**30, is_growth=False))
+        'step 20/100  loss 2.5000  2.05 ktokens/s  MFU 40.0 %  peak 1.00 GiB of 1.00 GiB compiled  40.0 s left'
     """
     parts = (
         f"step {progress.step}/{progress.steps}",
@@ -63,7 +65,7 @@ def progress_line(progress: Progress) -> str:
         format_scaled(progress.units_per_s, f"{progress.unit}/s"),
         _utilization(progress),
         _memory(progress),
-        f"{format_seconds(progress.remaining_s)} left",
+        f"{format_seconds(progress.remaining_s)} left" if progress.step < progress.steps else "",
     )
     return "  ".join(part for part in parts if part)
 
@@ -77,4 +79,5 @@ def _utilization(progress: Progress) -> str:
 def _memory(progress: Progress) -> str:
     if progress.peak_bytes is None or progress.promised_bytes is None:
         return ""
-    return f"peak {format_bytes(progress.peak_bytes)} of {format_bytes(progress.promised_bytes)} promised"
+    measured, promised = format_bytes(progress.peak_bytes), format_bytes(progress.promised_bytes)
+    return f"process +{measured}, compiled {promised}" if progress.is_growth else f"peak {measured} of {promised} compiled"

@@ -125,6 +125,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             peak_flops_per_s=peak_flops_per_s(self._device, run.config.run.peak_flops),
             peak_bytes=self.memory.peak_bytes(),
             promised_bytes=self.memory.promised_bytes(self._promised),
+            is_growth=self.memory.is_process,
         )
 
     def _write(self, step: int, numbers: Mapping[str, float | None]) -> None:

@@ -6,7 +6,7 @@ The folder holds `config.json` (the effective configuration), `checkpoints/`, `m
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from train.build import Built, build_steps
 from train.checkpoints import Checkpoints, Record, Restored, abstract_batch, installed_versions
 from train.config import TrainConfig, to_mapping
 from train.data import Splits, load_splits
-from train.devices import start_devices
 from train.errors import CheckpointError
 from train.feed import Feed
 from train.folder import CHECKPOINTS_FOLDER, SUMMARY_FILE, choose_folder, store_config
@@ -60,11 +59,12 @@ class Prepared:
     tell: Tell
 
 
-def train(config: TrainConfig, *, resume: str | None, tell: Tell) -> Summary:
+def train(config: TrainConfig, devices: Sequence[jax.Device], *, resume: str | None, tell: Tell) -> Summary:
     """Trains.
 
     Args:
         config: The run.
+        devices: All of it, those of other processes included.
         resume: Folder of the run to go on with; None = a new run.
         tell: Takes lines for people; called by process 0 only.
 
@@ -74,7 +74,6 @@ def train(config: TrainConfig, *, resume: str | None, tell: Tell) -> Summary:
     Raises:
         RematKitError: Bad input, or a run that diverged.
     """
-    devices = start_devices(config)
     tell = tell if jax.process_index() == 0 else _silent
     built = build_steps(config, devices)
     batch = built.step.args[1]
@@ -111,7 +110,7 @@ def _announce(config: TrainConfig, built: Built, splits: Splits, tell: Tell) -> 
         tell(f"[{group}] " + " ".join(f"{name}={json.dumps(value)}" for name, value in values.items()))
     for note in (*built.step.notes, *splits.notes):
         tell(note)
-    tell(f"plan: {built.plan.plan} (from {built.plan.source})")
+    tell(f"plan: {built.plan} (from {built.plan.source})")
     tell(f"the same step for a target: {built.question}")
 
 
@@ -153,7 +152,7 @@ def _begin(run: Prepared, feed: Feed, restored: Restored | None) -> tuple[State,
     record = restored.record
     _check_record(run, record)
     feed.go_to(record.position)
-    plan = str(run.built.plan.plan)
+    plan = str(run.built.plan)
     run.tell(f"going on from step {record.step}" + ("" if plan == record.plan else f", which was trained under {record.plan}"))
     changed = [name for name, version in installed_versions().items() if record.versions.get(name) != version]
     if changed:
@@ -190,7 +189,7 @@ def _record(run: Prepared, state: State, feed: Feed, step: int) -> Record:
         data_fingerprint=run.splits.fingerprint,
         batch=abstract_batch(run.built.step.args[1]),
         seed=run.config.run.seed,
-        plan=str(run.built.plan.plan),
+        plan=str(run.built.plan),
         versions=installed_versions(),
         fingerprints=fingerprints(state),
     )
@@ -198,12 +197,11 @@ def _record(run: Prepared, state: State, feed: Feed, step: int) -> Record:
 
 def _finish(run: Prepared, recorder: Recorder, end: End) -> Summary:
     built, promise = run.built, run.built.plan.promise
-    kind = jax.devices()[0].device_kind
-    fits = promise is not None and promise.device_kind == kind
+    fits = promise is not None and promise.device_kind == jax.local_devices()[0].device_kind
     outcome = Outcome(
         step=end.step,
         was_stopped=end.was_stopped,
-        plan=str(built.plan.plan),
+        plan=str(built.plan),
         promise=promise if fits else None,
         held_out_loss=recorder.held_out_loss,
         floor=run.splits.floor,

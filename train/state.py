@@ -55,10 +55,11 @@ def fingerprints(state: State) -> dict[str, int]:
     return {name: int(np.asarray(jax.device_get(number))) for name, number in numbers.items()}
 
 
-@functools.partial(jax.jit)
+@jax.jit
 def _hash(leaf: jax.Array) -> jax.Array:
     """Sum of the words, each times an odd number of its place, modulo 2^32."""
-    bits = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
+    # Values of less than a byte can't be looked at as words.
+    bits = leaf.astype(jnp.int8) if leaf.dtype in (jnp.bool_, jnp.int4, jnp.uint4) else leaf
     words = jax.lax.bitcast_convert_type(bits, _WORDS[bits.dtype.itemsize]).astype(jnp.uint32)
     places = [jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim) for dim in range(words.ndim)]
     factor = functools.reduce(lambda sofar, place: sofar * jnp.uint32(0x9E3779B1) + place, places, jnp.uint32(1))

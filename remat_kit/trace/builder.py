@@ -88,10 +88,20 @@ def add_value(builder: Builder, aval: Any, place: Place, *, origin: Origin = Ori
 def constrain(builder: Builder, value: int, sharding: Any) -> None:
     """Notes the bytes on one device of a value whose sharding the program asks for."""
     found = builder.values[value]
-    shard_bytes = found.num_bytes * math.prod(sharding.shard_shape(found.shape)) // max(1, math.prod(found.shape))
+    shard_bytes = found.num_bytes * math.prod(_shard_shape(sharding, found.shape)) // max(1, math.prod(found.shape))
     builder.num_devices = max(builder.num_devices, sharding.num_devices)
     if found.device_bytes is None:
         builder.values[value] = dataclasses.replace(found, device_bytes=shard_bytes)
+
+
+def _shard_shape(sharding: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the largest shard: a constraint, unlike an argument, may split a dimension unevenly."""
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return sharding.shard_shape(shape)
+    spec = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
+    named = [(axes,) if isinstance(axes, str) else axes if isinstance(axes, tuple) else () for axes in spec]
+    parts = [math.prod(sharding.mesh.shape[axis] for axis in axes) for axes in named]
+    return tuple(-(-size // count) for size, count in zip(shape, parts, strict=True))
 
 
 def keep_constant(builder: Builder, value: int | None, constant: Any) -> None:
