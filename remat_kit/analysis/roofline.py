@@ -29,7 +29,7 @@ def step_floor(work: WorkReport, agreement: Sequence[PhaseFlops], memory: Memory
     amounts = {
         "compute": (sum(each.hlo_flops for each in agreement), target.flops_per_s),
         "memory": (sum(each.traffic_bytes for each in work.phases), target.memory_bytes_per_s),
-        "collectives": (wire_bytes, None),
+        "collectives": (wire_bytes, _link_rate(target)),
         "host link": (host_bytes, target.host_bytes_per_s),
     }
     times = {what: _time(what, amount, rate, notes) for what, (amount, rate) in amounts.items()}
@@ -44,6 +44,11 @@ def step_floor(work: WorkReport, agreement: Sequence[PhaseFlops], memory: Memory
         bound=bound,
         notes=tuple(notes),
     )
+
+
+def _link_rate(target: Target) -> float | None:
+    """Rows know the links inside a host of GPUs, not those between hosts."""
+    return None if target.platform == "cuda" and target.num_hosts > 1 else target.link_bytes_per_s
 
 
 def _time(what: str, amount: int, rate: float | None, notes: list[str]) -> float | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from remat_kit.explanation import Explanation
 from remat_kit.memory import Collective, CollectiveMeaning, MemoryReport, PeakClass, PeakKind, StepPhase
-from remat_kit.units import format_bytes
+from remat_kit.units import format_bytes, format_scaled
 
 _TOGETHER = (
     PeakKind.PARAMETERS,
@@ -102,7 +102,7 @@ def _what_fills(memory: MemoryReport) -> str:
     if not sums:
         return "It holds nothing."
     kind, num_bytes = max(sums.items(), key=lambda pair: pair[1])
-    sentence = f"The peak is in the {memory.peak_phase} pass; {kind} fill {num_bytes / memory.peak_bytes:.0%} of it"
+    sentence = f"The peak is in the {memory.peak_phase} pass; {num_bytes / memory.peak_bytes:.0%} of it: {kind}"
     temps = [line for line in memory.peak_classes if line.kind not in _FIXED]
     if not temps:
         return f"{sentence}."
@@ -119,6 +119,14 @@ _FIXED = (
     PeakKind.OTHER_ARGUMENTS,
     PeakKind.OUTPUTS,
 )
+
+
+def work_line(explanation: Explanation) -> str:
+    """What the policy costs in matmul work, in a sentence."""
+    again, baseline = explanation.row.recompute_flops, explanation.row.baseline_flops
+    if again is None or not baseline:
+        return "Matmul work"
+    return f"Matmul work: the policy adds {again / baseline:.1%} to {format_scaled(baseline, 'FLOP')} per device and step"
 
 
 def bytes_by_kind(lines: Sequence[PeakClass]) -> dict[PeakKind, int]:

@@ -107,6 +107,7 @@ def identify(target: Target, rows: Rows) -> Target:
         flops_per_s=row.flops_per_s,
         memory_bytes_per_s=row.memory_bytes_per_s,
         host_bytes_per_s=row.host_bytes_per_s,
+        link_bytes_per_s=row.link_bytes_per_s,
         price_per_hour=row.price_per_hour,
         dtypes=row.dtypes,
         kernels=row.kernels,

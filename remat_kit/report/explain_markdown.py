@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from remat_kit.analysis.summary import work_line
 from remat_kit.explanation import Difference, Explanation
 from remat_kit.memory import PeakClass
 from remat_kit.report import explain_cells as cells
@@ -18,6 +19,7 @@ def explanation_markdown(explanation: Explanation, *, lines: Sequence[PeakClass]
     if explanation.memory.host_classes:
         text += ["", "In host memory:"]
         text += _table(cells.PEAK_COLUMNS, cells.peak_rows(explanation, everything=explanation.memory.host_classes))
+    text += ["", f"{work_line(explanation)}:"]
     text += _table(cells.PHASE_COLUMNS, cells.phase_rows(explanation))
     if explanation.work.collectives:
         text += _table(cells.COLLECTIVE_COLUMNS, cells.collective_rows(explanation))

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from remat_kit.analysis.summary import work_line
 from remat_kit.explanation import Difference, Explanation
 from remat_kit.memory import PeakClass
 from remat_kit.report import explain_cells as cells
@@ -44,7 +45,7 @@ def write_explanation(explanation: Explanation, console: Console, *, lines: Sequ
     if explanation.memory.host_classes:
         host = cells.peak_rows(explanation, everything=explanation.memory.host_classes)
         console.print(_table("In host memory", cells.PEAK_COLUMNS, host))
-    console.print(_table("Matmul work", cells.PHASE_COLUMNS, cells.phase_rows(explanation)))
+    console.print(_table(work_line(explanation), cells.PHASE_COLUMNS, cells.phase_rows(explanation)))
     if explanation.work.collectives:
         console.print(_table("", cells.COLLECTIVE_COLUMNS, cells.collective_rows(explanation)))
     console.print(Text(cells.timeline_words(explanation), style="bold"))

@@ -34,7 +34,7 @@ class Target:
         num_devices: JAX devices.
         device_kind: What JAX calls one.
         memory_bytes: Of a GPU, all of it; of a TPU, what its compiler accepts; None = no limit of its own, or unknown.
-        flops_per_s, memory_bytes_per_s, host_bytes_per_s, price_per_hour: See `TargetRow`; None = unknown.
+        flops_per_s, memory_bytes_per_s, host_bytes_per_s, link_bytes_per_s, price_per_hour: See `TargetRow`; None = unknown.
         dtypes: Floating-point dtypes that it multiplies; None = unknown.
         kernels: Custom kernels that run on it; None = unknown.
         compiler_options: Options that every compile for it gets.
@@ -53,6 +53,7 @@ class Target:
     flops_per_s: float | None
     memory_bytes_per_s: float | None
     host_bytes_per_s: float | None
+    link_bytes_per_s: float | None
     price_per_hour: float | None
     dtypes: tuple[str, ...] | None
     kernels: tuple[str, ...] | None
@@ -108,6 +109,7 @@ def make_target(row: TargetRow, *, text: str, topology: tuple[int, ...], num_hos
         flops_per_s=row.flops_per_s,
         memory_bytes_per_s=row.memory_bytes_per_s,
         host_bytes_per_s=row.host_bytes_per_s,
+        link_bytes_per_s=row.link_bytes_per_s,
         price_per_hour=row.price_per_hour,
         dtypes=row.dtypes,
         kernels=row.kernels,
@@ -140,6 +142,7 @@ def _attached(text: str, *, has_topology: bool) -> Target:
         flops_per_s=unknown,
         memory_bytes_per_s=unknown,
         host_bytes_per_s=unknown,
+        link_bytes_per_s=unknown,
         price_per_hour=unknown,
         dtypes=unknown,
         kernels=unknown,

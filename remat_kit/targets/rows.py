@@ -80,6 +80,7 @@ class TargetRow:
         flops_per_s: Dense 16-bit matmul peak; None = unknown.
         memory_bytes_per_s: Memory bandwidth.
         host_bytes_per_s: Host link, one way; None = unknown.
+        link_bytes_per_s: What a device sends to others of its host (GPU) or slice (TPU), all its links together; None = unknown.
         price_per_hour: What an hour of one device costs, in any currency; None = unknown. Our rows have none.
         dtypes: Floating-point dtypes that it multiplies.
         kernels: Custom kernels that run on it.
@@ -95,6 +96,7 @@ class TargetRow:
     flops_per_s: float | None = None
     memory_bytes_per_s: float | None = None
     host_bytes_per_s: float | None = None
+    link_bytes_per_s: float | None = None
     price_per_hour: float | None = None
     dtypes: tuple[str, ...]
     kernels: tuple[str, ...] = ()
