@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from remat_kit import _jax
 from remat_kit.apply.function import remat
 from remat_kit.apply.stack import stack
-from remat_kit.errors import PolicyError, RematWarning, StepError
+from remat_kit.errors import ForwardModeError, PolicyError, RematWarning, StepError
 
 L, B, D, F = 6, 4, 6, 10
 KEYS = jax.random.split(jax.random.key(0), 5)
@@ -124,6 +124,7 @@ def num_matmuls(plan, **options):
         ("full", {"group": 2}, 6 + 2 * 3),
         ("full", {"group": 3}, 6 + 2 * 4),
         ("full", {"group": 4}, 6 + 2 * (3 + 1)),
+        ("full", {"group": "recursive"}, 6 + 2 * 4),  # two groups of three
     ],
     ids=str,
 )
@@ -131,6 +132,15 @@ def test_matmuls_that_run_again(plan, options, num_again):
     if "offload" in plan and IS_REMAT3:
         pytest.skip("jax_remat3 has no offloading in 0.10")
     assert num_matmuls(plan, **options) == L * 6 + num_again
+
+
+@pytest.mark.parametrize(("num_layers", "num_again"), [(2, 0), (3, 0), (4, 2), (7, 4), (8, 8), (16, 24), (64, 160)])
+def test_recursive_nesting_runs_half_of_the_layers_again_at_each_level(num_layers, num_again):
+    """By Chen et al.: again(L) = L/2 + 2 again(L/2), the first half of each level, and again(2) = 0."""
+    params = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], (num_layers, *leaf.shape[1:])), PARAMS)
+    program = jax.make_jaxpr(jax.grad(lambda params: loss(params, X, "full", group="recursive")))(params)
+    found = sum(times for equation, times in equations(program) if equation.primitive.name == "dot_general")
+    assert found == num_layers * (6 + 1) + 2 * num_again
 
 
 def stored(plan, fn=loss, params=PARAMS, x=X):
@@ -318,9 +328,22 @@ def test_in_shard_map(checks_types):
     assert_close(sharded(MIXED), sharded("none"))
 
 
-def test_forward_mode_is_refused():
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda x: stack(block, PARAMS, x, MIXED), (X,), (X,))
+FORWARD = {
+    "jvp": lambda run: jax.jvp(run, (X,), (X,)),
+    "jvp of jit": lambda run: jax.jvp(jax.jit(run), (X,), (X,)),
+    "jit of jvp": lambda run: jax.jit(lambda x: jax.jvp(run, (x,), (x,)))(X),
+    "linearize": lambda run: jax.linearize(run, X)[1](X),
+    "jacfwd": lambda run: jax.jacfwd(run)(X),
+}
+
+
+@pytest.mark.parametrize("plan", [MIXED, "full"])
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_mode_is_refused(name, plan):
+    group = 2 if plan == "full" else None
+    with pytest.raises(ForwardModeError, match=r"follow different policies, or groups.*use a plan with one policy"):
+        FORWARD[name](lambda x: stack(block, PARAMS, x, plan, group=group))
+    FORWARD[name](lambda x: stack(block, PARAMS, x, "full"))
 
 
 def test_nothing_is_traced_twice_for_the_same_call():

@@ -7,6 +7,7 @@ each layer's gradient into one carried buffer `[L, …]`. Scopes `remat_kit.forw
 mark what the loops do in the compiled program; of nested ones, the innermost counts.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -20,6 +21,7 @@ from remat_kit import _jax
 from remat_kit.apply.checkpoint import FindWeights
 from remat_kit.apply.jaxprs import Arrays, prune
 from remat_kit.apply.layer_vjp import Layer, Layout, pick, pull_layer, save_layer
+from remat_kit.apply.reverse_mode import reverse_mode_only
 from remat_kit.apply.segments import Groups, Loop, Node, group_length, num_layers_of
 from remat_kit.scopes import BACKWARD_SCOPE, FORWARD_SCOPE, RECOMPUTE_SCOPE
 
@@ -126,7 +128,7 @@ def run_mixed(
         return _spread(layer.own_wanted, own), _spread(layer.shared_wanted, shared), _spread(layer.carry_wanted, carry_cts)
 
     stack.defvjp(forward, backward, symbolic_zeros=True)
-    return stack(own, shared, carry)
+    return stack(*(reverse_mode_only(arrays) for arrays in (own, shared, carry)))
 
 
 def _save_all(
@@ -182,6 +184,17 @@ def _save_groups(stack: Stack, groups: Groups, start: jax.Array, carry: Arrays, 
     return carry, outputs, Kept(stored=stored, invariant=[], layout=None)
 
 
+def _keep_groups(stack: Stack, groups: Groups, start: jax.Array, carry: Arrays) -> Kept:
+    """Keeps the input of each group again; the last group, of which only the input is wanted, is not run."""
+    if groups.num_groups == 1:
+        return Kept(stored=carry, invariant=[], layout=None)
+    others = dataclasses.replace(groups, num_groups=groups.num_groups - 1)
+    last, _, kept = _save_groups(stack, others, start, carry, RECOMPUTE_SCOPE)
+    before = kept.stored if others.num_groups > 1 else [array[None] for array in kept.stored]
+    stored = [jnp.concatenate([some, array[None]]) for some, array in zip(before, last, strict=True)]
+    return Kept(stored=stored, invariant=[], layout=None)
+
+
 def _pull_all(
     stack: Stack, nodes: tuple[Node, ...], base: jax.Array, kept: list[Kept], gradients: Gradients, output_cts: Sequence[Any]
 ) -> Gradients:
@@ -224,7 +237,12 @@ def _pull_groups(
         if groups.num_groups == 1:
             carry, base, carry_cts = jax.lax.optimization_barrier((carry, base, gradients[0]))
             gradients = carry_cts, *gradients[1:]
-        _, _, kept_inside = _save_all(stack, groups.nodes, base, carry, RECOMPUTE_SCOPE)
+        *nodes, last = groups.nodes
+        carry, _, kept_inside = _save_all(stack, tuple(nodes), base, carry, RECOMPUTE_SCOPE)
+        if isinstance(last, Loop):
+            kept_inside.append(_save_loop(stack, last, base + last.start, carry, RECOMPUTE_SCOPE)[2])
+        else:
+            kept_inside.append(_keep_groups(stack, last, base + last.start, carry))
         return _pull_all(stack, groups.nodes, base, kept_inside, gradients, output_cts), None
 
     with jax.named_scope(BACKWARD_SCOPE):

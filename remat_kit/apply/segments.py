@@ -110,7 +110,8 @@ def _merged(plan: StackPlan) -> list[tuple[Remat | None, int]]:
 
 def _grouped(group: int | str, start: int, num_layers: int) -> list[Node]:
     if group == "recursive":
-        return [_shifted(node, start) for node in _halved(num_layers)]
+        whole = [Loop(start=0, num_layers=num_layers, rules=Remat())]
+        return [_shifted(node, start) for node in (_halved(num_layers) if num_layers > 3 else whole)]
     length = max(2, round(math.sqrt(num_layers))) if group == "sqrt" else group
     if not isinstance(length, int):
         raise PolicyError(f"group={group!r}: give a number of layers, 'sqrt' or 'recursive'.")
@@ -128,17 +129,22 @@ def _grouped(group: int | str, start: int, num_layers: int) -> list[Node]:
 
 def _group_of(length: int) -> tuple[Node, ...]:
     """The last layer stands apart: to make the inputs of a group's layers again, it need not be run."""
+    if length == 1:
+        return (Loop(start=0, num_layers=1, rules=Remat()),)
     first = Loop(start=0, num_layers=length - 1, rules=Remat())
     return first, Loop(start=length - 1, num_layers=1, rules=Remat())
 
 
 def _halved(num_layers: int) -> list[Node]:
-    if num_layers <= 2:
-        return [Loop(start=0, num_layers=num_layers, rules=Remat())]
-    nodes: list[Node] = [Groups(start=0, num_groups=2, nodes=tuple(_halved(num_layers // 2)))]
-    if num_layers % 2:
-        nodes.append(Loop(start=num_layers - 1, num_layers=1, rules=Remat()))
-    return nodes
+    """Groups of two groups of two …, inside a group: only the inputs of the first halves have to be made again.
+
+    A layer that is left over comes first: the groups are then last, and their second half need not be run to get at its input.
+    """
+    if num_layers <= 3:
+        return list(_group_of(num_layers))
+    rest = num_layers % 2
+    first: list[Node] = [Loop(start=0, num_layers=1, rules=Remat())] * rest
+    return [*first, Groups(start=rest, num_groups=2, nodes=tuple(_halved(num_layers // 2)))]
 
 
 def _shifted(node: Node, start: int) -> Node:
