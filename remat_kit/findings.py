@@ -107,6 +107,7 @@ class Finding:
         needed_by: For `saved_but_recomputed`: what still needs the recomputed operation.
         bytes_at_stake: Memory that it takes; None = not known, or it is not about memory.
         flops_at_stake: FLOPs that it costs; None = not known, or it is not about work.
+        wire_bytes_at_stake: Bytes that it sends over links; None = not known, or it is not about communication.
         source: `file:line` of the user's code; may be empty.
         remedy: What to do; None = nothing is recommended (see `checked`).
         checked: What compiling the remedy gave; None = it was not compiled.
@@ -118,6 +119,7 @@ class Finding:
     needed_by: tuple[str, ...] = ()
     bytes_at_stake: int | None = None
     flops_at_stake: int | None = None
+    wire_bytes_at_stake: int | None = None
     source: str = ""
     remedy: Remedy | None = None
     checked: Checked | None = None

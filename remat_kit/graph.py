@@ -110,11 +110,13 @@ class TracedRegion:
             hand-made loop, which shows no policy.
         source: `file:line` of the user's code.
         calls: How often it is recomputed in a step.
+        parent: Number of the region that it is in; None = of none.
     """
 
     rules: tuple[str, ...] | None
     source: str
     calls: int
+    parent: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,7 +125,7 @@ def add_crossing(builder: Builder, kind: Crossing, eqn: Any, inputs: Ids, output
 
 def add_region(builder: Builder, eqn: Any, place: Place) -> int:
     """Opens a recomputed region, at its checkpoint equation or at the first operation of a hand-made one."""
-    builder.regions.append(TracedRegion(rules=_rules(eqn), source=source_line(eqn), calls=place.calls))
+    builder.regions.append(TracedRegion(rules=_rules(eqn), source=source_line(eqn), calls=place.calls, parent=place.region))
     return len(builder.regions) - 1
 
 

@@ -22,7 +22,7 @@ from remat_kit.policy import Policy
 from remat_kit.report.explain_json import read_explanation
 from remat_kit.targets import Target, load_rows, parse_target
 from remat_kit.verbs.compare import cache_text, flags_in_force, notes_of
-from remat_kit.verbs.question import Insides, Question, Task, question_of, step_name
+from remat_kit.verbs.question import MOST_CHECKS, Insides, Question, Task, question_of, step_name
 from remat_kit.verbs.rows import make_row
 
 
@@ -39,6 +39,7 @@ def explain(
     targets_file: str | os.PathLike[str] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
+    most_checks: int = MOST_CHECKS,
 ) -> Explanation:
     """Explains one training step under one policy on one target.
 
@@ -54,6 +55,7 @@ def explain(
         targets_file: TOML file with more targets.
         cache_dir: Folder of the compile cache; None = the default one, `os.devnull` = none.
         timeout_s: Most seconds.
+        most_checks: Remedies of the most valuable findings that are compiled to see what they bring; 0 = none.
 
     Returns:
         The explanation. `load_explanation` reads one that was saved.
@@ -74,6 +76,8 @@ def explain(
         target=target,
         xla=tuple((xla or {}).items()),
         cache_dir=cache_text(cache_dir),
+        budget_bytes=limit,
+        most_checks=most_checks,
     )
     _check(question)
     with Worker() as worker:
@@ -118,6 +122,7 @@ def _explanation(
         work=insides.work,
         agreement=insides.agreement,
         residuals=insides.residuals,
+        findings=insides.findings,
         floor=step_floor(insides.work, insides.agreement, insides.memory, target),
         analysis_s=insides.analysis_s,
         notes=tuple(dict.fromkeys((*row.notes, *insides.memory.notes, *notes))),

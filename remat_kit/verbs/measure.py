@@ -13,11 +13,13 @@ from typing import Any, assert_never
 import jax
 import msgspec
 
+from remat_kit.analysis.findings import check_remedies
 from remat_kit.apply.paths import rematerialize
 from remat_kit.compile.cache import Cache
 from remat_kit.compile.compiler import compile_lowered, compile_with_dump
 from remat_kit.compile.topology import devices_for, identify
 from remat_kit.errors import PolicyError, RematKitError
+from remat_kit.findings import Change, Finding, Measured
 from remat_kit.grammar import parse_plan
 from remat_kit.graph import StepGraph
 from remat_kit.plans import NO_REMAT, Plan, Policies
@@ -29,7 +31,7 @@ from remat_kit.trace import graph_of, report_graph, summarise
 from remat_kit.verbs.build import bind_plan, build, check_names, factory_error, read_options
 from remat_kit.verbs.dissect import dissect
 from remat_kit.verbs.plan_blocks import step_blocks
-from remat_kit.verbs.question import Answer, Insides, Question, Task, load_factory
+from remat_kit.verbs.question import Answer, Insides, Question, Task, changed_question, load_factory
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +110,19 @@ def explain(question: Question) -> Insides:
         traced.program.lower(), target=prepared.target, xla_options=question.xla, cache=_cache(question)
     )
     measured = _answer(prepared, compiled)
-    return dissect(measured, texts, step=traced.step, graph=traced.graph)
+    insides = dissect(measured, texts, question=question, target=prepared.target, step=traced.step, graph=traced.graph)
+    return dataclasses.replace(insides, findings=_check_remedies(question, insides))
+
+
+def _check_remedies(question: Question, insides: Insides) -> tuple[Finding, ...]:
+    def of_change(change: Change) -> Measured:
+        return _measured(measure(changed_question(question, change)))
+
+    return check_remedies(insides.findings, of_change, before=_measured(insides.measured), most=question.most_checks)
+
+
+def _measured(answer: Answer) -> Measured:
+    return Measured(total_bytes=answer.compiled.device.total_bytes, flops=answer.trace.flops)
 
 
 def _answer(prepared: Prepared, compiled: CompiledStep) -> Answer:
@@ -132,7 +146,7 @@ def prepare(question: Question) -> Prepared:
     plan = parse_plan(question.policy)
     baseline = _trace(question.factory, question.options, target, NO_REMAT, ())
     policies = bind_plan(plan, baseline.step)
-    traced = _trace(question.factory, question.options, target, policies, question.wraps)
+    traced = _trace(question.factory, question.options, target, policies, question.wraps, question.donate)
     check_names(plan, baseline.trace, traced.trace)
     _check_applied(plan, traced.trace, baseline.trace)
     check_abilities(target, dtypes=traced.trace.dtypes, kernels=tuple(kernel.name for kernel in traced.trace.kernels))
@@ -146,12 +160,15 @@ def _trace(
     target: Target,
     policies: Policies,
     wraps: tuple[tuple[str, str], ...],
+    donate: tuple[int, ...] | None = None,
 ) -> Traced:
     """Builds and traces a step; remembered, since every row of a target starts from the one without rematerialization."""
     factory = load_factory(factory_name)
     step = build(factory, policies, devices_for(target), read_options(factory, options))
     if wraps:
         step = dataclasses.replace(step, fn=rematerialize(dict(wraps))(step.fn))
+    if donate is not None:
+        step = dataclasses.replace(step, donate=donate)
     try:
         program = jax.jit(step.fn, donate_argnums=step.donate).trace(*step.args)
     except RematKitError:

@@ -5,6 +5,7 @@ travel over the pipe to our own worker only, never through a file.
 """
 
 import base64
+import dataclasses
 import importlib
 import os
 import pickle
@@ -17,9 +18,13 @@ import cloudpickle
 
 from remat_kit.errors import StepError, nearest
 from remat_kit.explanation import PhaseFlops
+from remat_kit.findings import Change, Finding
 from remat_kit.graph import ResidualReport
 from remat_kit.memory import MemoryReport, WorkReport
 from remat_kit.records import CompiledStep, StepTrace
+
+MOST_CHECKS = 3
+"""Remedies that an explanation compiles unless told otherwise."""
 
 
 class Task(StrEnum):
@@ -45,6 +50,9 @@ class Question:
         targets_file: TOML file with more targets, None = only ours.
         xla: Pairs of compiler option and value.
         cache_dir: Folder of the compile cache; None = no cache.
+        donate: Positions of the arguments to donate; None = those that the step names.
+        budget_bytes: What an explanation is held against; None = no budget.
+        most_checks: Remedies of findings that an explanation compiles.
     """
 
     task: Task = Task.MEASURE
@@ -56,6 +64,9 @@ class Question:
     targets_file: str | None = None
     xla: tuple[tuple[str, str], ...] = ()
     cache_dir: str | None = None
+    donate: tuple[int, ...] | None = None
+    budget_bytes: int | None = None
+    most_checks: int = MOST_CHECKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +96,8 @@ class Insides:
         work: What its compiled program does.
         agreement: Matmul FLOPs of trace and compiled program.
         residuals: What the trace keeps and recomputes.
-        analysis_s: Seconds that reading and analysing took.
+        findings: What is wrong, most valuable first, remedies compiled.
+        analysis_s: Seconds that reading and analysing took, without compiling remedies.
     """
 
     measured: Answer
@@ -93,6 +105,7 @@ class Insides:
     work: WorkReport
     agreement: tuple[PhaseFlops, ...]
     residuals: ResidualReport
+    findings: tuple[Finding, ...]
     analysis_s: float
 
 
@@ -111,6 +124,19 @@ def question_of(
         factory=spell_factory(step),
         options=tuple((name, _option_text(value)) for name, value in (options or {}).items()),
         targets_file=None if targets_file is None else os.path.abspath(targets_file),
+    )
+
+
+def changed_question(question: Question, change: Change) -> Question:
+    """The question about the same step with a change, to be measured."""
+    replaced = {name for name, _ in change.options}
+    kept = tuple(pair for pair in question.options if pair[0] not in replaced)
+    return dataclasses.replace(
+        question,
+        task=Task.MEASURE,
+        policy=question.policy if change.policy is None else change.policy,
+        options=(*kept, *change.options),
+        donate=question.donate if change.donate is None else change.donate,
     )
 
 
