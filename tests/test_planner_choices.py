@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat_kit.errors import PolicyError
-from remat_kit.planner.blocks import BlockGraph, BlockOp, BlockValue, ValueRow, block_of, unpriced
+from remat_kit.planner.blocks import BlockGraph, BlockOp, BlockValue, ValueRow, block_of
 from remat_kit.planner.choices import all_choices, layer_choices
 from remat_kit.planner.choices_milp import solved_choices
 from remat_kit.planner.closure import HostLink, LayerChoice
@@ -163,132 +163,6 @@ def test_dead_recompute_is_free():
     assert choose(block, ()).flops == 8 + 2 + 2 + 6 + 8 + 64
     assert choose(block, ("down",)).flops == choose(block, ()).flops
     assert not any("down" in choice.saved for choice in layer_choices(block, objective=FLOPS))
-
-
-def test_t1_a_value_that_nothing_reads_is_never_worth_its_bytes():
-    rows = [ValueRow(name="a", num_bytes=4, flops=5), ValueRow(name="logits", num_bytes=999, flops=50, is_read=False)]
-    assert {str(choice.policy) for choice in layer_choices(block_of(rows), objective=FLOPS)} == {"full", "save(a)"}
-
-
-def test_t2_chains_are_priced_whole_and_shared_producers_once():
-    block = block_of(
-        [
-            ValueRow(name="long", num_bytes=9, flops=100, is_read=False),
-            ValueRow(name="a", num_bytes=4, flops=1, needs=("long",)),
-            ValueRow(name="b", num_bytes=4, flops=1, needs=("long",)),
-        ]
-    )
-    costs = {choice.saved: choice.flops for choice in all_choices(block)}
-    assert costs[()] == 102  # `long` runs once for both
-    assert costs[("a",)] == costs[("b",)] == 101  # independent items would say 1
-    assert costs[("long",)] == 2
-    assert costs[("a", "b")] == 0
-
-
-def test_t2_recomputation_ends_at_the_block_input():
-    block = block_of([ValueRow(name="a", num_bytes=4, flops=7, needs=("layer before",))], input_bytes=11)
-    assert [(choice.saved_bytes, choice.flops) for choice in all_choices(block)] == [(11, 7), (15, 0)]
-
-
-def test_t3_what_has_no_price_is_dropped_last():
-    rows = [
-        ValueRow(name="mystery", num_bytes=4, flops=None, seconds=None),
-        ValueRow(name="a", num_bytes=4, flops=50, seconds=50.0),
-        ValueRow(name="b", num_bytes=4, flops=60, seconds=60.0),
-    ]
-    block = block_of(rows)
-    assert unpriced(block) == ("mystery",)
-    for objective in Objective:
-        one_saved = [choice for choice in all_choices(block) if len(choice.saved) == 1]
-        assert min(one_saved, key=lambda choice: choice.cost(objective)).saved == ("mystery",)
-        assert choose(block, ("a", "b")).cost(objective) > choose(block, ("mystery",)).cost(objective)
-
-
-def kernel_block(*, statistics_name):
-    """From q by a kernel to (output, statistics), both read by the backward pass."""
-    values = (
-        BlockValue(num_bytes=8, name="q", is_read=True),
-        BlockValue(num_bytes=8, name="attn", is_read=True),
-        BlockValue(num_bytes=1, name=statistics_name, is_read=True),
-    )
-    ops = (
-        BlockOp(kind="dot", inputs=(), outputs=(0,), flops=10, seconds=1.0),
-        BlockOp(kind="attention", inputs=(0,), outputs=(1, 2), flops=100, seconds=10.0),
-    )
-    return BlockGraph(values=values, ops=ops)
-
-
-def test_t4_a_kernel_runs_again_until_all_its_outputs_are_kept():
-    apart = {choice.saved: choice.flops for choice in all_choices(kernel_block(statistics_name="lse"))}
-    assert apart[("attn",)] == 110
-    assert apart[("q", "attn")] == 100
-    assert apart[("attn", "lse")] == 10
-    together = {choice.saved: (choice.flops, choice.saved_bytes) for choice in all_choices(kernel_block(statistics_name="attn"))}
-    assert together[("attn",)] == (10, 9)
-    unnamed = layer_choices(kernel_block(statistics_name=None), objective=FLOPS)
-    assert not any("attn" in choice.saved for choice in unnamed)  # it would only cost bytes
-
-
-def test_t5_saving_an_output_does_not_spare_what_another_reader_needs():
-    block = block_of(
-        [
-            ValueRow(name="x", num_bytes=8, flops=10, is_read=False),
-            ValueRow(name="y", num_bytes=8, flops=1, needs=("x",)),
-            ValueRow(name="z", num_bytes=8, flops=1, needs=("x",)),
-        ]
-    )
-    assert choose(block, ("y",)).flops == 11
-    assert choose(block, ("y", "z")).flops == 0
-    hidden = block_of([ValueRow(name="h", num_bytes=8, flops=9, is_saveable=False), ValueRow(name="y", num_bytes=8, flops=1)])
-    everything = max(layer_choices(hidden, objective=FLOPS, with_none=True), key=lambda choice: choice.saved_bytes)
-    assert (str(everything.policy), everything.flops) == ("none", 0)  # saving every name is not the same as no remat
-    assert choose(hidden, ("y",)).flops == 9
-
-
-def test_t7_small_costs_and_bytes_are_exact_beside_large_ones():
-    rows = [
-        ValueRow(name="huge", num_bytes=10**10, flops=10**15, seconds=1.0),
-        ValueRow(name="tiny", num_bytes=1, flops=1, seconds=1e-9),
-    ]
-    table = {choice.saved: (choice.saved_bytes, choice.flops) for choice in all_choices(block_of(rows))}
-    assert table[("huge",)] == (10**10, 1)
-    assert table[()] == (0, 10**15 + 1)
-    assert len(layer_choices(block_of(rows), objective=FLOPS)) == 4
-
-
-def test_t8_a_value_kept_by_its_reader_frees_nothing():
-    """Megatron #7237: the projection reads the unnamed copy, so keeping the name keeps it twice and spares nothing."""
-    block = block_of(
-        [
-            ValueRow(name="raw", num_bytes=8, flops=10, is_saveable=False),
-            ValueRow(name="core", num_bytes=8, needs=("raw",), is_read=False),
-        ]
-    )
-    assert [str(choice.policy) for choice in layer_choices(block, objective=FLOPS)] == ["full"]
-
-
-def test_t9_what_must_not_run_again_stays_saved():
-    routing = [
-        ValueRow(name="x", num_bytes=8, flops=10),
-        ValueRow(name="route", num_bytes=1, flops=0, needs=("x",), never_replay=True),
-        ValueRow(name="y", num_bytes=8, flops=10, needs=("x", "route")),
-    ]
-    assert all("route" in choice.saved or "y" in choice.saved for choice in all_choices(block_of(routing)))
-    read = [routing[0], ValueRow(name="route", num_bytes=1, never_replay=True), routing[2]]
-    assert all("route" in choice.saved for choice in all_choices(block_of(read)))
-    unnamed = [ValueRow(name="route", num_bytes=1, never_replay=True, is_saveable=False)]
-    with pytest.raises(PolicyError, match=r"must not run again \(route\): name its outputs with checkpoint_name"):
-        layer_choices(block_of(unnamed))
-
-
-def test_t10_offload_keeps_to_the_window_and_leaves_small_values():
-    rows = [ValueRow(name="big", num_bytes=40 * MiB, flops=9), ValueRow(name="small", num_bytes=MiB // 2, flops=9)]
-    block = block_of(rows)
-    roomy = layer_choices(block, objective=FLOPS, host=HostLink(window_bytes=64 * MiB))
-    assert {name for choice in roomy for name in choice.offloaded} == {"big"}
-    narrow = layer_choices(block, objective=FLOPS, host=HostLink(window_bytes=32 * MiB))
-    assert not any(choice.offloaded for choice in narrow)
-    assert next(choice for choice in roomy if choice.offloaded).working_bytes >= 40 * MiB  # it has to come back
 
 
 def test_a_large_block_is_solved():

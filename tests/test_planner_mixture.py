@@ -138,25 +138,6 @@ def test_two_segments_come_close_to_unlimited_ones_and_one_does_not():
     assert one.cost > 1.2 * two.cost
 
 
-def test_t12_the_last_layers_are_those_that_keep_most():
-    answer = fill([stack(8, [(1, 4, 9, 0), (5, 0, 0, 2)])], Room(budget_bytes=16))
-    assert answer is not None
-    assert answer.counts == (((0, 7), (1, 1)),)  # full*7 | save(…)*1
-
-
-def test_t7_one_byte_too_much_is_too_much():
-    options = stack(3, [(10**10 + 1, 0, 5, 0), (2 * 10**10, 0, 0, 1)])
-    exact = 3 * (10**10 + 1)
-    for segments in (2, 3):
-        one = stack(
-            3,
-            list(zip(options.layer_bytes, options.working_bytes, options.costs, options.num_names, strict=True)),
-            max_segments=segments,
-        )
-        assert fill([one], Room(budget_bytes=exact)) is not None
-        assert fill([one], Room(budget_bytes=exact - 1)) is None
-
-
 def test_the_working_set_of_a_policy_counts_only_when_it_is_used():
     rows = [(1, 50, 9, 0), (10, 0, 0, 1)]
     answer = fill([stack(4, rows)], Room(budget_bytes=45))

@@ -99,20 +99,6 @@ def test_an_inner_loop_is_one_operation():
     assert max(choice.flops for choice in all_choices(loop.block)) == 5 * 2 * B * T * D * D
 
 
-def test_t9_decisions_are_kept_where_a_name_can_and_told_where_none_can():
-    def routed(p, x, *, name):
-        scores, chosen = jax.lax.top_k(x @ p["q"], 2)
-        chosen = checkpoint_name(chosen, "route") if name else chosen
-        return x + jnp.take_along_axis(x @ p["o"], chosen, axis=-1).sum(-1, keepdims=True) * scores.sum(-1, keepdims=True)
-
-    shapes = {"q": (D, D), "o": (D, D)}
-    for name in (True, False):
-        traced = trace_graph(step("none", body=lambda p, x: routed(p, x, name=name), shapes=shapes))  # noqa: B023 (run at once)
-        found = block_graph(traced, num_layers=L, rates=RATES).block
-        assert all(op.is_replayable for op in found.ops) == (not name)
-        assert [note.split(" at ")[0] for note in found.notes] == ([] if name else ["top_k"])
-
-
 def test_seconds_are_the_roofline():
     found = block_graph(trace_graph(step("none")), num_layers=L, rates=Rates(flops_per_s=1e3, bytes_per_s=1e30)).block
     full = next(choice for choice in all_choices(found) if not choice.saved)

@@ -5,16 +5,21 @@ priced by the roofline. Other operations fuse: they cost the writing of a result
 pass reads it; what only renames or lays out is free. A kernel of unknown price keeps none, and counts as expensive.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from remat_kit.graph import Crossing, StepGraph, TracedOp, is_kernel
 from remat_kit.planner.blocks import BlockGraph, BlockOp, BlockValue
+from remat_kit.planner.closure import close
 from remat_kit.policy import Kind
 
 KERNELS = str(Kind.KERNELS)
-DECISIONS = frozenset({"top_k", "sort", "argmax", "argmin"})
-"""Operations that decide, as routing does: a tie that falls another way when they run again corrupts gradients."""
+DECISIONS = frozenset({"top_k", "sort", "argmax", "argmin", "rng_uniform"})
+"""Operations that decide, as routing does: a tie that falls another way when they run again corrupts gradients. Random numbers
+from a key are not among them: the same key gives the same bits."""
 COLLECTIVES = frozenset(
     {"all_gather", "all_gather_invariant", "all_to_all", "psum", "psum2", "psum_invariant", "reduce_scatter", "ppermute"}
 )
@@ -22,6 +27,7 @@ FREE = frozenset(
     {"name", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota", "sharding_constraint", "optimization_barrier"}
 )
 """Operations that only rename, or lay out what a fusion reads anyway."""
+_SAME = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "convert_element_type", "sharding_constraint"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +125,11 @@ def layer_of(graph: StepGraph, body: Body, rates: Rates) -> LayerLoop:
         BlockValue(num_bytes=device_bytes(graph, value), name=names.get(value), is_read=value in body.kept) for value in listed
     )
     written = body.written
-    ops = tuple(_block_op(graph, group, number, body=body, written=written, rates=rates) for group in body.ops)
+    ops = tuple(
+        part
+        for group in body.ops
+        for part in _apart(_block_op(graph, group, number, body=body, written=written, rates=rates), group, number, body)
+    )
     block = BlockGraph(
         values=values,
         ops=ops,
@@ -127,7 +137,8 @@ def layer_of(graph: StepGraph, body: Body, rates: Rates) -> LayerLoop:
         rule_names=rule_names,
         notes=_notes(body),
     )
-    return LayerLoop(calls=body.calls, source=body.source, block=block, forward_s=sum(op.seconds or 0.0 for op in ops))
+    forward_s = sum(op.seconds or 0.0 for op in ops)
+    return LayerLoop(calls=body.calls, source=body.source, block=_with_lost_decisions(block), forward_s=forward_s)
 
 
 def name_within(name: str, path: str) -> str:
@@ -143,8 +154,7 @@ def name_within(name: str, path: str) -> str:
 def _names(body: Body) -> tuple[dict[int, str], tuple[str, ...]]:
     """Names of values; kernels whose results nobody named go by the rule `kernels`."""
     names = {op.outputs[0]: name_within(op.name, body.path) for op in body.flat if op.kind == "name" and op.name is not None}
-    named = {op.inputs[0] for op in body.flat if op.kind == "name" and op.inputs}
-    kernels = [op for op in body.flat if is_kernel(op) and not named.intersection(op.outputs)]
+    kernels = [op for op in body.flat if is_kernel(op) and not any(_is_named(value, body) for value in op.outputs)]
     by_rule = {value: KERNELS for op in kernels for value in op.outputs}
     return names | by_rule, (KERNELS,) if by_rule else ()
 
@@ -161,8 +171,34 @@ def _block_op(
         outputs=tuple(number[value] for value in made),
         flops=sum(flops or 0 for flops, _ in prices) if is_known else None,
         seconds=sum(seconds for _, seconds in prices) if is_known else None,
-        is_replayable=not any(_is_fixed(op, body, rates) for op in group),
+        is_replayable=not any(op.kind in COLLECTIVES and not rates.replays_collectives for op in group),
     )
+
+
+def _with_lost_decisions(block: BlockGraph) -> BlockGraph:
+    """Lets decisions run again that do whatever is kept, as their derivative reads their own results, with a note."""
+    replayed = close(block, np.ones((1, len(block.names)), dtype=bool)).replayed[0]
+    lost = [op for op, again in zip(block.ops, replayed, strict=True) if again and op.kind in DECISIONS and not op.is_replayable]
+    if not lost:
+        return block
+    note = (
+        f"{', '.join(dict.fromkeys(op.kind for op in lost))} runs again in the backward pass whatever is saved, since its "
+        "derivative reads its own result, not the named one: a tie could fall another way. Take the values by the named indices "
+        "(jnp.take_along_axis) instead of from the operation itself."
+    )
+    ops = tuple(dataclasses.replace(op, is_replayable=True) if op in lost else op for op in block.ops)
+    return dataclasses.replace(block, ops=ops, notes=(*block.notes, note))
+
+
+def _apart(made: BlockOp, group: Sequence[TracedOp], number: dict[int, int], body: Body) -> list[BlockOp]:
+    """A decision, one result at a time: those that a name can keep must not be made again, the others follow from them."""
+    if len(group) > 1 or group[0].kind not in DECISIONS:
+        return [made]
+    seconds = None if made.seconds is None else made.seconds / len(group[0].outputs)
+    return [
+        dataclasses.replace(made, outputs=(number[value],), seconds=seconds, is_replayable=not _is_named(value, body))
+        for value in group[0].outputs
+    ]
 
 
 def _price(graph: StepGraph, op: TracedOp, *, calls: int, written: frozenset[int], rates: Rates) -> tuple[int | None, float]:
@@ -182,19 +218,16 @@ def _price(graph: StepGraph, op: TracedOp, *, calls: int, written: frozenset[int
     return 0, sum(device_bytes(graph, value) for value in written.intersection(op.outputs)) * times / rates.bytes_per_s
 
 
-def _is_fixed(op: TracedOp, body: Body, rates: Rates) -> bool:
-    """Whether an operation must not run again: collectives if so wished, decisions where a name can keep them."""
-    if op.kind in COLLECTIVES:
-        return not rates.replays_collectives
-    return op.kind in DECISIONS and _is_named(op, body)
-
-
-def _is_named(op: TracedOp, body: Body) -> bool:
-    return any(other.kind == "name" and other.inputs[0] in op.outputs for other in body.flat if other.inputs)
+def _is_named(value: int, body: Body) -> bool:
+    """Whether a name keeps a value, be it in another shape or type."""
+    for op in body.flat:
+        if value in op.inputs and (op.kind == "name" or (op.kind in _SAME and any(_is_named(each, body) for each in op.outputs))):
+            return True
+    return False
 
 
 def _notes(body: Body) -> tuple[str, ...]:
-    loose = [op for op in body.flat if op.kind in DECISIONS and not _is_named(op, body)]
+    loose = [op for op in body.flat if op.kind in DECISIONS and not any(_is_named(value, body) for value in op.outputs)]
     return tuple(
         dict.fromkeys(
             f"{op.kind} at {op.source or 'an unknown line'} may run again in the backward pass, where a tie could fall another "
