@@ -126,18 +126,21 @@ class Decoder(nn.Module):
         config: What the model is.
         runtime: How it runs.
         plan: Policies of its stack `layers`.
+        group: How layers under `full` keep only some inputs, see `remat_kit.stack`; None = each keeps its own.
     """
 
     config: DecoderConfig
     runtime: Runtime
     plan: StackPlan
+    group: str | None = None
 
     @nn.compact
     def __call__(self, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Hidden states after the final norm, as the head is the loss's business; and load-balancing losses (L, B) of experts."""
         config = self.config
         x_BTD, angles = self.embed(tokens_BT), self.angles(tokens_BT.shape[1])
-        layers = stack_module(Block, num_layers=config.num_layers, plan=self.plan)(config, self.runtime, name="layers")
+        made = stack_module(Block, num_layers=config.num_layers, plan=self.plan, group=self.group)
+        layers = made(config, self.runtime, name="layers")
         x_BTD, balance_LB = layers(x_BTD, angles)
         if not config.has_tied_head:
             self.param("head", WEIGHT_INIT, (config.vocab_size, config.d_model), self.runtime.table_dtype)

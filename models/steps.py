@@ -15,14 +15,17 @@ import jax.numpy as jnp
 
 from models import config as configs
 from models.adapters import Adapter, Frozen, is_factor, make_adapter
+from models.alternatives import alternatives
+from models.checks import check_counts, check_layout
 from models.config import DecoderConfig
 from models.decoder import Decoder, Runtime, roles
 from models.devices import choose_attention, choose_dtype
 from models.experts import ROUTING, keep_routing
 from models.model_step import ModelStep, Trained, make_model_step
-from models.sharding import BATCH, TENSOR, Layout, make_layout
+from models.sharding import BATCH, Layout, make_layout
 from models.training import FLOAT16_LOSS_SCALE, Batch, OptimizerOptions, all_train, init_params, loss_fn, losses
 from remat_kit import Knobs, Policies, Stack, StepError
+from remat_kit.policy import FULL
 from remat_kit.presets import resolve_stack
 
 DEFAULT_CHUNK = 256
@@ -42,6 +45,8 @@ class StepOptions:
         dtype: Of the computation: `auto`, `bfloat16`, `float16` or `float32`; parameters are f32.
         chunk: At most so many tokens of each sequence whose logits exist at a time.
         accumulate: Micro-batches that the batch is split into.
+        group: How layers under `full` keep only some of their inputs: empty = each its own, `sqrt` or `recursive`, see
+            `remat_kit.stack`.
         optimizer: AdamW and its schedule.
         adapter: Low-rank adapters train, the model is frozen; None = the model trains.
     """
@@ -54,6 +59,7 @@ class StepOptions:
     dtype: str = "auto"
     chunk: int = DEFAULT_CHUNK
     accumulate: int = 1
+    group: str = ""
     optimizer: OptimizerOptions = OPTIMIZER
     adapter: Adapter | None = None
 
@@ -83,7 +89,8 @@ def make_step(config: DecoderConfig, policies: Policies, devices: Sequence[Any],
     if config.experts is not None:
         plan, notes = keep_routing(plan), (*notes, f"{ROUTING}: saved under every policy")
     runtime = Runtime(dtype=dtype, kernel=kernel, layout=layout, adapter=options.adapter)
-    return _as_step(Decoder(config, runtime, plan), stack, options, notes)
+    group = options.group if any(segment.policy == FULL and segment.num_layers != 1 for segment in plan.segments) else None
+    return _as_step(Decoder(config, runtime, plan, group=group or None), stack, options, notes)
 
 
 def _as_step(model: Decoder, stack: Stack, options: StepOptions, notes: tuple[str, ...]) -> ModelStep:
@@ -102,7 +109,8 @@ def _as_step(model: Decoder, stack: Stack, options: StepOptions, notes: tuple[st
         evaluate=functools.partial(_cross_entropy, model=model, chunk=options.chunk),
     )
     knobs = Knobs(batch="batch", seq="seq", depth="layers")
-    return make_model_step(trained, optimizer=options.optimizer, accumulate=options.accumulate, knobs=knobs)
+    made = make_model_step(trained, optimizer=options.optimizer, accumulate=options.accumulate, knobs=knobs)
+    return dataclasses.replace(made, alternatives=alternatives(model.config, options, num_shards=layout.axis_size(BATCH)))
 
 
 def _cross_entropy(params: Any, batch: Batch, *, model: Decoder, chunk: int) -> jax.Array:
@@ -110,28 +118,14 @@ def _cross_entropy(params: Any, batch: Batch, *, model: Decoder, chunk: int) -> 
 
 
 def _check_sizes(config: DecoderConfig, layout: Layout, options: StepOptions) -> None:
-    for name in ("batch", "seq", "layers", "chunk"):
-        if getattr(options, name) < 1:
-            raise StepError(f"{name}={getattr(options, name)}: it must be at least 1.")
+    check_counts(batch=options.batch, seq=options.seq, layers=options.layers, chunk=options.chunk)
     if config.max_seq is not None and options.seq > config.max_seq:
         raise StepError(
             f"seq={options.seq}: this model has {config.max_seq} learned positions; give seq={config.max_seq} or less."
         )
-    parts = layout.axis_size(BATCH)
-    if options.batch % parts:
-        near = max(parts, options.batch - options.batch % parts)
-        raise StepError(
-            f"batch={options.batch} can't be split over data x fsdp = {parts} devices; "
-            f"give a multiple of {parts}, like batch={near}."
-        )
+    check_layout(config, layout, batch=options.batch, mesh=options.mesh)
     if options.adapter is not None and config.experts is not None:
         raise StepError("lora_rank: experts have no adapters here; give lora_rank=0, or a model without experts.")
-    tensor = layout.axis_size(TENSOR)
-    for what, count in (("key/value heads", config.num_kv_heads), ("MLP width", config.d_ff)):
-        if count % tensor:
-            raise StepError(
-                f"mesh={options.mesh!r}: tensor:{tensor} does not divide the model's {what}, {count}; give a divisor."
-            )
 
 
 def _abstract_batch(layout: Layout, options: StepOptions) -> dict[str, jax.ShapeDtypeStruct]:
@@ -168,6 +162,7 @@ def _factory(
         dtype: str = "auto",
         chunk: int = DEFAULT_CHUNK,
         accumulate: int = 1,
+        group: str = "",
         lora_rank: int = default_rank,
         lora_alpha: float = 16.0,
         frozen: str = default_frozen,
@@ -189,6 +184,7 @@ def _factory(
             dtype=dtype,
             chunk=chunk,
             accumulate=accumulate,
+            group=group,
             optimizer=optimizer,
             adapter=make_adapter(lora_rank, lora_alpha, frozen),
         )

@@ -9,6 +9,7 @@ from typing import assert_never
 
 from remat_kit.errors import PolicyError
 from remat_kit.grammar import parse_plan
+from remat_kit.plan_file import SUFFIXES, read_plan
 from remat_kit.policy import Action, ByKind, Kind, Named, NoRemat, Policy, Preset, Remat, Rule
 from remat_kit.presets import PRESETS, Role, resolve
 
@@ -28,13 +29,18 @@ _MAXTEXT_PLACES = {Action.SAVE: "device", Action.OFFLOAD: "offload", Action.RECO
 
 
 def policy_text(text: str) -> str:
-    """The text of a policy: what is given, or the contents of the file that `@FILE` names.
+    """The text of a policy: what is given, or that in the file that `@FILE` names, a plan file (.toml, .json) or plain text.
 
     Raises:
-        PolicyError: The file can't be read.
+        PolicyError: The file can't be read, or is a plan for modules by path.
+
+    Warns:
+        RematWarning: A plan file was made with other versions.
     """
     if not text.startswith("@"):
         return text
+    if text.endswith(SUFFIXES):
+        return str(read_plan(Path(text[1:])).stack_plan)
     try:
         return " ".join(Path(text[1:]).read_text(encoding="utf-8").split())
     except (OSError, ValueError) as error:

@@ -10,7 +10,7 @@ import json
 import tomllib
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,8 @@ class PlanFile:
 
     Attributes:
         schema: `remat-kit/plan/1`.
-        plan: Text of the plan: of the step's stacks, or of each module that `wraps` names.
-        wraps: Module patterns, for a model that nobody edits; () = the plan is for stacks.
+        plan: Text of the plan.
+        wraps: The plan by module pattern, later ones win, for a model that nobody edits; empty = it is for stacks.
         step: The step factory.
         options: Its options, as given.
         target: What it was compiled for.
@@ -67,7 +67,7 @@ class PlanFile:
 
     schema: str
     plan: str
-    wraps: tuple[str, ...] = ()
+    wraps: Mapping[str, str] = field(default_factory=dict)
     step: str
     options: Mapping[str, str]
     target: str
@@ -83,7 +83,10 @@ class PlanFile:
             PolicyError: It is for modules, not for stacks.
         """
         if self.wraps:
-            raise PolicyError(f"this plan is for the modules {', '.join(self.wraps)}: give its `wrapping` to rematerialize.")
+            raise PolicyError(
+                f"this plan is for the modules {', '.join(self.wraps)}: give its `wraps` to rematerialize, or the file to "
+                "--wrap @FILE."
+            )
         return parse_plan(self.plan)
 
     @property
@@ -96,17 +99,6 @@ class PlanFile:
         parts = self.stack_plan.parts
         named = tuple((name, part) for name, part in parts if name is not None)
         return Policies(by_stack=named, default=None if named else parts[0][1])
-
-    @property
-    def wrapping(self) -> dict[str, str]:
-        """Module pattern -> policy, for `rematerialize`.
-
-        Raises:
-            PolicyError: It is for stacks, not for modules.
-        """
-        if not self.wraps:
-            raise PolicyError("this plan is for the stacks of its step: give its `policies` to the step factory.")
-        return dict.fromkeys(self.wraps, self.plan)
 
 
 def plan_file_of(step_plan: StepPlan) -> PlanFile:
@@ -121,7 +113,7 @@ def plan_file_of(step_plan: StepPlan) -> PlanFile:
     return PlanFile(
         schema=PLAN_SCHEMA,
         plan=result.plan,
-        wraps=step_plan.wraps,
+        wraps=dict(step_plan.wraps),
         step=step_plan.step,
         options=dict(step_plan.options),
         target=step_plan.target,
@@ -185,7 +177,9 @@ def read_plan(path: Path) -> PlanFile:
         raise PolicyError(f"{str(path)!r} is no plan file of remat-kit plan --out: {error}.") from None
     if found.schema != PLAN_SCHEMA:
         raise PolicyError(f"{str(path)!r} has the schema {found.schema!r}; this version reads {PLAN_SCHEMA!r}.")
-    parse_policy(found.plan) if found.wraps else parse_plan(found.plan)
+    parse_plan(found.plan)
+    for policy in found.wraps.values():
+        parse_policy(policy)
     _warn_of_versions(found, path)
     return found
 

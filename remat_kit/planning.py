@@ -179,7 +179,7 @@ class StepPlan:
         step: The factory, as spelled.
         options: Pairs of option and value, as given.
         target: As spelled.
-        wraps: Module patterns that the plan is for; () = it is for the stacks of the step.
+        wraps: The plan as pairs of module pattern and policy, later ones win; () = it is for the stacks of the step.
         result: The plan and its proof.
         baseline_flops: Of the step without rematerialization.
         step_s: Predicted seconds of a step under the plan, a floor by the roofline; None = the target's rates are not known.
@@ -195,7 +195,7 @@ class StepPlan:
     step: str
     options: tuple[tuple[str, str], ...]
     target: str
-    wraps: tuple[str, ...] = ()
+    wraps: tuple[tuple[str, str], ...] = ()
     result: PlanResult
     baseline_flops: int
     step_s: float | None

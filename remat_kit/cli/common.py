@@ -12,8 +12,9 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from remat_kit.errors import CompileError, RematKitError
+from remat_kit.errors import CompileError, PolicyError, RematKitError
 from remat_kit.files import default_mode, write_whole
+from remat_kit.plan_file import read_plan
 
 PLAIN_WIDTH = 140
 EXIT_FAILED_ROW = 1
@@ -86,8 +87,18 @@ def console_of(stream: IO[str]) -> Console:
 
 
 def patterns(text: str) -> dict[str, str]:
-    """Reads a `--wrap`: PATTERN=POLICY, several with `;`."""
+    """Reads a `--wrap`: PATTERN=POLICY, several with `;`, or `@FILE`, a plan file."""
+    if text.startswith("@"):
+        return wraps_of_file(Path(text[1:]))
     return pairs("--wrap", tuple(part.strip() for part in text.split(";")))
+
+
+def wraps_of_file(path: Path) -> dict[str, str]:
+    """Module pattern -> policy of a plan file."""
+    found = read_plan(path)
+    if not found.wraps:
+        raise PolicyError(f"{str(path)!r} is a plan for the stacks of {found.step}, not for modules: give it to --policy @FILE.")
+    return dict(found.wraps)
 
 
 def check_folder(out: Path | None) -> None:

@@ -35,6 +35,7 @@ _Answer: TypeAlias = StepPlan | PlanTable | PlanCurve | LargestStep
 @click.argument("step")
 @click.option("--target", "targets", multiple=True, required=True, metavar="TARGET", help="h100, h100:8, v5e:2x2, cpu …")
 @click.option("--budget", metavar="BYTES|PERCENT", help="Memory per device: 16GiB or 90%. Default: the target's own.")
+@click.option("--wrap", "wraps", multiple=True, metavar="PATTERN", help="Plan for modules by path, in a model that nobody edits.")
 @click.option(
     "--objective",
     type=click.Choice([str(each) for each in Objective]),
@@ -65,6 +66,7 @@ def command(
     step: str,
     targets: tuple[str, ...],
     budget: str | None,
+    wraps: tuple[str, ...],
     objective: str | None,
     frontier: bool,
     knob: str | None,
@@ -91,6 +93,7 @@ def command(
         with show_progress() as advance:
             asked = PlanSettings(
                 budget=budget,
+                wraps=wraps,
                 objective=objective,
                 offload=offload,
                 options=pairs("--set", settings),

@@ -71,7 +71,7 @@ def _plan(plan: StepPlan) -> dict[str, object]:
     """A plan's result beside what it is for, in one flat object."""
     data = msgspec.to_builtins(plan)
     result = data.pop("result")
-    own = {**data, "options": dict(plan.options), "versions": dict(plan.versions)}
+    own = {**data, "options": dict(plan.options), "versions": dict(plan.versions), "wraps": dict(plan.wraps)}
     notes = list(dict.fromkeys((*result.pop("notes"), *own.pop("notes"))))
     return {"schema": f"remat-kit/planned/{PLAN_SCHEMA_VERSION}", **result, **own, "notes": notes}
 

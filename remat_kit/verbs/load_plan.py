@@ -21,7 +21,7 @@ def load_plan(path: str | os.PathLike[str], *, step: "Step | None" = None) -> Pl
             made for. None = not checked.
 
     Returns:
-        The plan: its `policies` for a step factory, its `stack_plan` for `stack` and `remat`, its `wrapping` for `rematerialize`.
+        The plan: its `policies` for a step factory, its `stack_plan` for `stack` and `remat`, its `wraps` for `rematerialize`.
 
     Raises:
         PolicyError: The file can't be read, or is no plan file.

@@ -12,13 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from remat_kit.budget import DEFAULT_MEMORY_FRACTION
 from remat_kit.compile.pool import Worker
 from remat_kit.errors import RematKitError, TargetError
+from remat_kit.grammar import parse_plan
 from remat_kit.planner.closure import HostLink
 from remat_kit.planner.layout import PlannedStack
 from remat_kit.planner.search import find_plan, plan_stack
+from remat_kit.planner.unrolled import wraps_of
 from remat_kit.planning import Objective, PlanResult, PlanRow, PlanTable, StepPlan
 from remat_kit.targets import Target
 from remat_kit.verbs.plan_question import StackBlocks, StepBlocks
-from remat_kit.verbs.plan_session import PlanQuestion, Progress, Session, ask_blocks, measure_of
+from remat_kit.verbs.plan_session import PlanQuestion, Progress, Session, ask_blocks, measure_of, with_modules
 from remat_kit.verbs.plan_settings import LIMITS, PlanSettings, quiet, read_question
 from remat_kit.verbs.plan_ways import ways_for
 from remat_kit.verbs.question import step_name
@@ -29,6 +31,7 @@ def plan(
     *,
     target: str,
     budget: str | int | None = None,
+    wraps: Sequence[str] = (),
     objective: str | None = None,
     offload: float = 0.0,
     options: Mapping[str, object] | None = None,
@@ -45,6 +48,7 @@ def plan(
         step: A step factory, or its `module:function`.
         target: Text like `"h100:8"` or `"v5p:2x2x4"`.
         budget: Bytes per device (`"16GiB"`) or a part of the memory (`"90%"`); None = the target's default.
+        wraps: Module patterns to plan for, in a model that nobody edits; () = the step's own stacks.
         objective: `"time"` (predicted seconds) or `"flops"` (recomputed FLOPs); None = time where the target's rates are known.
         offload: See `PlanSettings`.
         options: Options of the factory.
@@ -64,6 +68,7 @@ def plan(
     """
     settings = PlanSettings(
         budget=budget,
+        wraps=tuple(wraps),
         objective=objective,
         offload=offload,
         options=options or {},
@@ -123,6 +128,7 @@ def plan_in(session: Session, asked: PlanQuestion, *, step: str) -> StepPlan:
         CompileError: The compiler failed.
     """
     blocks = ask_blocks(session, asked)
+    asked = with_modules(asked, blocks)
     objective = objective_of(asked, blocks)
     stacks = planned_stacks(asked, blocks, objective)
     result = find_plan(
@@ -196,6 +202,7 @@ def _step_plan(session: Session, asked: PlanQuestion, blocks: StepBlocks, result
         step=step,
         options=asked.question.options,
         target=asked.target.text,
+        wraps=wraps_of(parse_plan(result.plan), asked.modules),
         result=result,
         baseline_flops=blocks.flops,
         step_s=step_s,

@@ -7,10 +7,12 @@ each stack, the options that the step's knobs stand for, the roofline of its tim
 import inspect
 from collections.abc import Mapping, Sequence
 
+from remat_kit.apply.paths import PathRule
 from remat_kit.compile.topology import devices_for
 from remat_kit.errors import StepError
 from remat_kit.graph import StepGraph
 from remat_kit.planner.from_trace import LayerLoop, Rates, block_graph, layer_loops
+from remat_kit.planner.unrolled import unrolled_stacks
 from remat_kit.plans import NO_REMAT
 from remat_kit.step import Knobs, Stack, Step
 from remat_kit.targets import Target
@@ -39,12 +41,9 @@ def step_blocks(question: Question, target: Target, step: Step, graph: StepGraph
     Raises:
         StepError: The step declares no stack, or a stack is no loop that keeps values for the backward pass.
     """
-    if not step.stacks:
-        raise StepError("the step declares no stack to plan for. Add stacks=(Stack(name=…, num_layers=…),) to its Step.")
     rates = rates_of(target)
-    loops = match_loops(step.stacks, graph, rates or NOMINAL)
     return StepBlocks(
-        stacks=tuple(_stack_blocks(stack, loops[stack.name]) for stack in step.stacks),
+        stacks=_module_stacks(question, graph, rates or NOMINAL) if question.wraps else _stacks(step, graph, rates or NOMINAL),
         knobs=_knobs(step.knobs),
         options=options_in_force(question),
         alternatives=tuple((way.text, tuple(way.options.items())) for way in step.alternatives),
@@ -62,6 +61,33 @@ def rates_of(target: Target) -> Rates | None:
     if target.flops_per_s is None or target.memory_bytes_per_s is None:
         return None
     return Rates(flops_per_s=target.flops_per_s, bytes_per_s=target.memory_bytes_per_s)
+
+
+def _stacks(step: Step, graph: StepGraph, rates: Rates) -> tuple[StackBlocks, ...]:
+    if not step.stacks:
+        raise StepError(
+            "the step declares no stack to plan for. Add stacks=(Stack(name=…, num_layers=…),) to its Step, or plan for modules "
+            "by path: --wrap 'layers/*'."
+        )
+    loops = match_loops(step.stacks, graph, rates)
+    return tuple(_stack_blocks(stack, loops[stack.name]) for stack in step.stacks)
+
+
+def _module_stacks(question: Question, graph: StepGraph, rates: Rates) -> tuple[StackBlocks, ...]:
+    """The layers that module patterns match, each pattern by itself."""
+    return tuple(
+        StackBlocks(
+            name=stack.name,
+            num_layers=len(stack.paths),
+            accepts_mixed=True,
+            repeats=max(1, stack.layer.calls // len(stack.paths)),
+            forward_s=stack.layer.forward_s,
+            block=stack.layer.block,
+            paths=stack.paths,
+        )
+        for pattern, _ in question.wraps
+        for stack in unrolled_stacks(graph, pattern=pattern, is_match=PathRule(pattern=pattern, policy=None).matches, rates=rates)
+    )
 
 
 def match_loops(stacks: Sequence[Stack], graph: StepGraph, rates: Rates) -> Mapping[str, LayerLoop]:

@@ -16,7 +16,7 @@ from remat_kit.planner.search import calibrate, calibration_depths
 from remat_kit.planning import CurvePoint, LargestStep, Objective, PlanCurve
 from remat_kit.verbs.plan import objective_of, plan_in, planned_stacks
 from remat_kit.verbs.plan_question import StepBlocks
-from remat_kit.verbs.plan_session import PlanQuestion, Session, ask_blocks, compile_plan, measure_of
+from remat_kit.verbs.plan_session import PlanQuestion, Session, ask_blocks, compile_plan, measure_of, with_modules
 from remat_kit.verbs.plan_settings import LIMITS, PlanSettings, read_question
 from remat_kit.verbs.question import step_name
 
@@ -48,6 +48,7 @@ def plan_frontier(
     with Worker() as worker:
         session = Session(worker=worker)
         blocks = ask_blocks(session, asked)
+        asked = with_modules(asked, blocks)
         objective = objective_of(asked, blocks)
         stacks = planned_stacks(asked, blocks, objective)
         ledger = Ledger(measure=measure_of(session, asked, blocks), limits=LIMITS)
@@ -115,6 +116,7 @@ def plan_largest(
     with Worker() as worker:
         session = Session(worker=worker)
         blocks = ask_blocks(session, asked)
+        asked = with_modules(asked, blocks)
         option, given = _option_of(blocks, knob)
         lean = str(leanest(planned_stacks(asked, blocks, objective_of(asked, blocks))))
         found = _maximum(session, asked, option=option, given=given, step=_step_of(knob, given, blocks.num_devices), lean=lean)

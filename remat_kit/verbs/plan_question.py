@@ -17,6 +17,7 @@ class StackBlocks:
         repeats: How often it runs in a step.
         forward_s: Of one layer, by the roofline.
         block: One layer.
+        paths: Of its modules, first layer first, for a model that nobody edits; () = the step declares the stack.
     """
 
     name: str
@@ -25,6 +26,7 @@ class StackBlocks:
     repeats: int
     forward_s: float
     block: BlockGraph
+    paths: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

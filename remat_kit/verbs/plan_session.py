@@ -13,7 +13,10 @@ import msgspec
 
 from remat_kit.compile.pool import Worker
 from remat_kit.errors import CompileError
+from remat_kit.grammar import parse_plan
+from remat_kit.planner.unrolled import wraps_of
 from remat_kit.planning import Measured, Objective
+from remat_kit.policy import NONE
 from remat_kit.targets import Target
 from remat_kit.units import format_bytes
 from remat_kit.verbs.plan_question import StepBlocks
@@ -28,12 +31,13 @@ class PlanQuestion:
     """What is asked of one target.
 
     Attributes:
-        question: Factory, options, target, compiler options, cache; its policy is `none`.
+        question: Factory, options, target, compiler options, cache; its policy is `none`, as is that of each module pattern.
         target: What is planned for.
         budget_bytes: Of a device.
         objective: What is made least of; None = seconds where the target's rates are known, else FLOPs.
         offload: Part of a layer's forward pass during which the host link may be busy; 0 = nothing goes to host memory.
         timeout_s: Most seconds for a compile.
+        modules: For a model that nobody edits: stack -> paths of its modules; empty = plans speak of the step's own stacks.
         progress: Told what is compiled.
         max_compiles: For `progress`.
     """
@@ -46,6 +50,7 @@ class PlanQuestion:
     timeout_s: float | None
     progress: Progress
     max_compiles: int
+    modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def with_options(self, options: Mapping[str, str]) -> "PlanQuestion":
         """The same question with other options of the factory."""
@@ -82,6 +87,11 @@ def ask_blocks(session: Session, asked: PlanQuestion) -> StepBlocks:
     return msgspec.convert(reply, StepBlocks)
 
 
+def with_modules(asked: PlanQuestion, blocks: StepBlocks) -> PlanQuestion:
+    """The question with the modules that its patterns turned out to match."""
+    return dataclasses.replace(asked, modules={stack.name: stack.paths for stack in blocks.stacks if stack.paths})
+
+
 def compile_plan(session: Session, asked: PlanQuestion, plan: str, *, what: str = "the whole step") -> Measured:
     """Compiles the step under a plan.
 
@@ -96,6 +106,8 @@ def compile_plan(session: Session, asked: PlanQuestion, plan: str, *, what: str 
     """
     asked.progress(f"{plan}: {what}", session.num_compiles, max(asked.max_compiles, session.num_compiles + 1))
     question = dataclasses.replace(asked.question, task=Task.MEASURE, policy=plan)
+    if asked.modules:
+        question = dataclasses.replace(question, policy=str(NONE), wraps=wraps_of(parse_plan(plan), asked.modules))
     reply = session.worker.ask(msgspec.to_builtins(question), timeout_s=asked.timeout_s)
     answer = msgspec.convert(reply, Answer)
     session.num_compiles += 1
@@ -123,6 +135,7 @@ def measure_of(session: Session, asked: PlanQuestion, blocks: StepBlocks) -> Cal
         if depth is None:
             return compile_plan(session, asked, plan)
         assert depth_option is not None, "a small depth was asked for of a step without such an option"
-        return compile_plan(session, asked.with_options({depth_option: str(depth)}), plan, what=f"{depth} layers")
+        small = dataclasses.replace(asked, modules={name: paths[:depth] for name, paths in asked.modules.items()})
+        return compile_plan(session, small.with_options({depth_option: str(depth)}), plan, what=f"{depth} layers")
 
     return measure

@@ -12,6 +12,7 @@ from remat_kit.budget import DEFAULT_MEMORY_FRACTION, budget_bytes, parse_budget
 from remat_kit.errors import BudgetError, PolicyError, nearest
 from remat_kit.planner.ledger import Limits
 from remat_kit.planning import Objective
+from remat_kit.policy import NONE
 from remat_kit.targets import Target, load_rows, parse_target
 from remat_kit.units import format_bytes
 from remat_kit.verbs.compare import cache_text
@@ -31,6 +32,7 @@ class PlanSettings:
 
     Attributes:
         budget: Bytes per device (`"16GiB"`) or a part of the memory (`"90%"`); None = the target's default.
+        wraps: Module patterns to plan for, in a model that nobody edits; () = the step's own stacks.
         objective: `"time"` (predicted seconds) or `"flops"` (recomputed FLOPs); None = time where the target's rates are known.
         offload: Values may wait in host memory, as many as the host link moves in this part of a layer's forward pass, from 0
             (nothing) to 1.
@@ -44,6 +46,7 @@ class PlanSettings:
     """
 
     budget: str | int | None = None
+    wraps: tuple[str, ...] = ()
     objective: str | None = None
     offload: float = 0.0
     options: Mapping[str, object] = field(default_factory=dict)
@@ -74,6 +77,7 @@ def read_question(
     question = dataclasses.replace(
         question_of(step, options=settings.options, targets_file=file),
         target=found.text,
+        wraps=tuple((pattern, str(NONE)) for pattern in dict.fromkeys(settings.wraps)),
         xla=tuple(settings.xla.items()),
         cache_dir=cache_text(settings.cache_dir),
     )

@@ -67,7 +67,11 @@ def _alternatives(session: Session, asked: PlanQuestion, blocks: StepBlocks, pla
 
 def _offloaded_inputs(session: Session, asked: PlanQuestion, blocks: StepBlocks) -> Iterator[Change]:
     """The inputs of all layers but the last in host memory: the one thing that the leanest plan still keeps."""
-    if asked.target.platform == "cpu" or any(not stack.accepts_mixed or stack.num_layers < 2 for stack in blocks.stacks):
+    if (
+        asked.modules
+        or asked.target.platform == "cpu"
+        or any(not stack.accepts_mixed or stack.num_layers < 2 for stack in blocks.stacks)
+    ):
         return
     parts = [(stack.name, f"offload({BLOCK_INPUT})*{stack.num_layers - 1} | full*1") for stack in blocks.stacks]
     plan = parts[0][1] if len(parts) == 1 else "; ".join(f"{name}={part}" for name, part in parts)
