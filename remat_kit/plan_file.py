@@ -144,7 +144,7 @@ def write_plan(step_plan: StepPlan, path: Path) -> None:
     """
     check_suffix(path)
     data = msgspec.to_builtins(plan_file_of(step_plan))
-    text = _toml(data) if path.suffix == ".toml" else json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+    text = toml_text(data) if path.suffix == ".toml" else json.dumps(data, indent=2, ensure_ascii=False) + "\n"
     write_whole(path, text.encode(), mode=default_mode())
 
 
@@ -201,7 +201,7 @@ def _warn_of_versions(found: PlanFile, path: Path) -> None:
         )
 
 
-def _toml(data: Mapping[str, Any]) -> str:
+def toml_text(data: Mapping[str, Any]) -> str:
     """TOML of a table of texts, numbers, lists of texts and tables of such; None is left out."""
     plain = [(key, value) for key, value in data.items() if value is not None and not isinstance(value, Mapping)]
     tables = [(key, value) for key, value in data.items() if isinstance(value, Mapping)]
