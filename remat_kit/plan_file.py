@@ -69,7 +69,7 @@ class PlanFile:
     plan: str
     wraps: Mapping[str, str] = field(default_factory=dict)
     step: str
-    options: Mapping[str, str]
+    options: Mapping[str, str] = field(default_factory=dict)
     target: str
     program: str
     versions: Mapping[str, str]
@@ -202,9 +202,9 @@ def _warn_of_versions(found: PlanFile, path: Path) -> None:
 
 
 def toml_text(data: Mapping[str, Any]) -> str:
-    """TOML of a table of texts, numbers, lists of texts and tables of such; None is left out."""
+    """TOML of a table of texts, numbers, lists of texts and tables of such; None and empty tables are left out."""
     plain = [(key, value) for key, value in data.items() if value is not None and not isinstance(value, Mapping)]
-    tables = [(key, value) for key, value in data.items() if isinstance(value, Mapping)]
+    tables = [(key, value) for key, value in data.items() if isinstance(value, Mapping) and value]
     lines = [f"{_key(key)} = {_value(value)}" for key, value in plain]
     for key, table in tables:
         lines += ["", f"[{_key(key)}]"]

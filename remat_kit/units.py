@@ -43,9 +43,11 @@ def format_seconds(seconds: float) -> str:
     """Writes a duration.
 
     Example:
-        >>> format_seconds(0.0042), format_seconds(3.21), format_seconds(83)
-        ('4.20 ms', '3.2 s', '1 min 23 s')
+        >>> format_seconds(0.0042), format_seconds(3.21), format_seconds(83), format_seconds(9.8e-6)
+        ('4.20 ms', '3.2 s', '1 min 23 s', '9.8 us')
     """
+    if 0 < seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
     if seconds < 1:
         return f"{seconds * 1e3:.2f} ms"
     if seconds < 60:

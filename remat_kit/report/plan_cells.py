@@ -13,12 +13,11 @@ def decision_cells(decision: Decision, *, num_stacks: int) -> tuple[str, ...]:
     """A name of a layer."""
     live = {True: "yes", False: "no", None: UNAVAILABLE}[decision.is_live_at_peak]
     kept = f"{decision.action} in {decision.num_kept} of {decision.num_layers}" if decision.num_kept else "recompute"
-    seconds = "" if decision.recompute_s is None else f", {format_seconds(decision.recompute_s)}"
     return (
         decision.name if num_stacks == 1 else f"{decision.stack}: {decision.name}",
         f"{format_bytes(decision.num_bytes)} x {decision.num_layers}",
         live,
-        f"{format_scaled(decision.recompute_flops, 'FLOP')}{seconds} a layer",
+        _spared(decision),
         kept,
         decision.flip,
     )
@@ -118,6 +117,13 @@ def title_of(step: str, options: tuple[tuple[str, str], ...], target: str = "") 
     """What a report is about."""
     words = [step, *(f"{name}={value}" for name, value in options)]
     return " ".join(words) + (f" on {target}" if target else "")
+
+
+def _spared(decision: Decision) -> str:
+    """What keeping the name spares in a layer."""
+    parts = [] if not decision.recompute_flops else [format_scaled(decision.recompute_flops, "FLOP")]
+    parts += [] if not decision.recompute_s else [format_seconds(decision.recompute_s)]
+    return f"{', '.join(parts)} a layer" if parts else "none"
 
 
 def _exact(num_bytes: int) -> str:
