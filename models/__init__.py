@@ -12,6 +12,8 @@ from models.steps import (
     StepOptions,
     gpt2_large,
     gpt2_medium,
+    gpt2_nnx_small,
+    gpt2_nnx_tiny,
     gpt2_small,
     gpt2_tiny,
     gpt2_xl,
@@ -26,6 +28,7 @@ from models.steps import (
     moe_tiny,
 )
 from models.training import OptimizerOptions, TrainState, init_params, loss_fn, make_optimizer, make_schedule, update
+from models.vit_steps import VitOptions, make_vit_step, vit_b16, vit_l16, vit_tiny
 
 __all__ = [
     "Decoder",
@@ -36,9 +39,12 @@ __all__ = [
     "StepOptions",
     "TrainState",
     "Trained",
+    "VitOptions",
     "chunked_cross_entropy",
     "gpt2_large",
     "gpt2_medium",
+    "gpt2_nnx_small",
+    "gpt2_nnx_tiny",
     "gpt2_small",
     "gpt2_tiny",
     "gpt2_xl",
@@ -53,9 +59,13 @@ __all__ = [
     "make_optimizer",
     "make_schedule",
     "make_step",
+    "make_vit_step",
     "mixtral_8x7b",
     "moe_small",
     "moe_tiny",
     "roles",
     "update",
+    "vit_b16",
+    "vit_l16",
+    "vit_tiny",
 ]

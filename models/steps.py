@@ -8,6 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import jax
@@ -22,8 +23,9 @@ from models.decoder import Decoder, Runtime, roles
 from models.devices import choose_attention, choose_dtype
 from models.experts import ROUTING, keep_routing
 from models.model_step import ModelStep, Trained, make_model_step
+from models.nnx_decoder import NnxLanguageModel, init_nnx_params
 from models.sharding import BATCH, Layout, make_layout
-from models.training import FLOAT16_LOSS_SCALE, Batch, OptimizerOptions, all_train, init_params, loss_fn, losses
+from models.training import FLOAT16_LOSS_SCALE, Batch, LanguageModel, OptimizerOptions, all_train, init_params, loss_fn, losses
 from remat_kit import Knobs, Policies, Stack, StepError
 from remat_kit.policy import FULL
 from remat_kit.presets import resolve_stack
@@ -64,7 +66,16 @@ class StepOptions:
     adapter: Adapter | None = None
 
 
-def make_step(config: DecoderConfig, policies: Policies, devices: Sequence[Any], options: StepOptions) -> ModelStep:
+class Api(StrEnum):
+    """Which of Flax's two APIs a decoder is written in."""
+
+    LINEN = "linen"
+    NNX = "nnx"
+
+
+def make_step(
+    config: DecoderConfig, policies: Policies, devices: Sequence[Any], options: StepOptions, *, api: Api = Api.LINEN
+) -> ModelStep:
     """The training step of a decoder.
 
     Args:
@@ -72,6 +83,7 @@ def make_step(config: DecoderConfig, policies: Policies, devices: Sequence[Any],
         policies: `policies["layers"]` is the plan of its stack.
         devices: The target's devices.
         options: See `StepOptions`.
+        api: In NNX there are GPT-2s, without adapters.
 
     Returns:
         A step of `(TrainState, Batch) -> (TrainState, metrics)`, its state donated.
@@ -81,7 +93,7 @@ def make_step(config: DecoderConfig, policies: Policies, devices: Sequence[Any],
     """
     config = dataclasses.replace(config, num_layers=options.layers)
     layout = make_layout(devices, options.mesh)
-    _check_sizes(config, layout, options)
+    _check_sizes(config, layout, options, api)
     dtype = choose_dtype(options.dtype, devices)
     kernel, notes = choose_attention(options.attention, devices, config=config, seq=options.seq, dtype=dtype)
     stack = Stack(name="layers", num_layers=config.num_layers, accepts_mixed=True, roles=roles(config))
@@ -90,13 +102,20 @@ def make_step(config: DecoderConfig, policies: Policies, devices: Sequence[Any],
         plan, notes = keep_routing(plan), (*notes, f"{ROUTING}: saved under every policy")
     runtime = Runtime(dtype=dtype, kernel=kernel, layout=layout, adapter=options.adapter)
     group = options.group if any(segment.policy == FULL and segment.num_layers != 1 for segment in plan.segments) else None
-    return _as_step(Decoder(config, runtime, plan, group=group or None), stack, options, notes)
+    if api is Api.NNX:
+        model = NnxLanguageModel(config=config, runtime=runtime, plan=plan, group=group or None)
+        return _as_step(model, functools.partial(init_nnx_params, model=model), stack, options, notes)
+    model = Decoder(config, runtime, plan, group=group or None)
+    made = _as_step(model, functools.partial(init_params, model=model), stack, options, notes)
+    return dataclasses.replace(made, alternatives=alternatives(config, options, num_shards=layout.axis_size(BATCH)))
 
 
-def _as_step(model: Decoder, stack: Stack, options: StepOptions, notes: tuple[str, ...]) -> ModelStep:
+def _as_step(
+    model: LanguageModel, init: Callable[[jax.Array], Any], stack: Stack, options: StepOptions, notes: tuple[str, ...]
+) -> ModelStep:
     layout = model.runtime.layout
     trained = Trained(
-        init_params=functools.partial(init_params, model=model),
+        init_params=init,
         loss=functools.partial(loss_fn, model=model, chunk=options.chunk),
         batch=_abstract_batch(layout, options),
         random_batch=functools.partial(_random_batch, vocab_size=model.config.vocab_size, options=options),
@@ -109,21 +128,22 @@ def _as_step(model: Decoder, stack: Stack, options: StepOptions, notes: tuple[st
         evaluate=functools.partial(_cross_entropy, model=model, chunk=options.chunk),
     )
     knobs = Knobs(batch="batch", seq="seq", depth="layers")
-    made = make_model_step(trained, optimizer=options.optimizer, accumulate=options.accumulate, knobs=knobs)
-    return dataclasses.replace(made, alternatives=alternatives(model.config, options, num_shards=layout.axis_size(BATCH)))
+    return make_model_step(trained, optimizer=options.optimizer, accumulate=options.accumulate, knobs=knobs)
 
 
-def _cross_entropy(params: Any, batch: Batch, *, model: Decoder, chunk: int) -> jax.Array:
+def _cross_entropy(params: Any, batch: Batch, *, model: LanguageModel, chunk: int) -> jax.Array:
     return losses(params, batch, model=model, chunk=chunk)[0]
 
 
-def _check_sizes(config: DecoderConfig, layout: Layout, options: StepOptions) -> None:
+def _check_sizes(config: DecoderConfig, layout: Layout, options: StepOptions, api: Api) -> None:
     check_counts(batch=options.batch, seq=options.seq, layers=options.layers, chunk=options.chunk)
     if config.max_seq is not None and options.seq > config.max_seq:
         raise StepError(
             f"seq={options.seq}: this model has {config.max_seq} learned positions; give seq={config.max_seq} or less."
         )
     check_layout(config, layout, batch=options.batch, mesh=options.mesh)
+    if api is Api.NNX and options.adapter is not None:
+        raise StepError("lora_rank: models in NNX have no adapters here; give lora_rank=0, or the model in Linen.")
     if options.adapter is not None and config.experts is not None:
         raise StepError("lora_rank: experts have no adapters here; give lora_rank=0, or a model without experts.")
 
@@ -149,6 +169,7 @@ def _factory(
     *,
     default_rank: int = 0,
     default_frozen: str = Frozen.BF16.value,
+    api: Api = Api.LINEN,
 ) -> Callable[..., ModelStep]:
     def factory(
         policies: Policies,
@@ -188,7 +209,7 @@ def _factory(
             optimizer=optimizer,
             adapter=make_adapter(lora_rank, lora_alpha, frozen),
         )
-        return make_step(config, policies, devices, options)
+        return make_step(config, policies, devices, options, api=api)
 
     factory.__name__ = factory.__qualname__ = name
     factory.__doc__ = f"A training step of {name}: AdamW, donated state, FSDP. Options: see `StepOptions` and `OptimizerOptions`."
@@ -208,3 +229,5 @@ llama3_8b_qlora = _factory("llama3_8b_qlora", configs.LLAMA3_8B, 8, 2048, defaul
 moe_tiny = _factory("moe_tiny", configs.MOE_TINY, 4, 32)
 moe_small = _factory("moe_small", configs.MOE_SMALL, 8, 1024)
 mixtral_8x7b = _factory("mixtral_8x7b", configs.MIXTRAL_8X7B, 32, 2048)
+gpt2_nnx_tiny = _factory("gpt2_nnx_tiny", configs.GPT2_TINY, 4, 32, api=Api.NNX)
+gpt2_nnx_small = _factory("gpt2_nnx_small", configs.GPT2_SMALL, 8, 1024, api=Api.NNX)

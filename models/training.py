@@ -8,13 +8,14 @@ Legend: A micro-batches of a step, B batch, T tokens of a sequence.
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from models.decoder import Decoder
+from models.config import DecoderConfig
+from models.decoder import Decoder, Runtime
 from models.loss import Head, chunked_cross_entropy
 from models.sharding import BATCH, Layout, names_of, shard_like_parameters
 from remat_kit import StepError
@@ -64,7 +65,25 @@ class TrainState(NamedTuple):
     step: jax.Array
 
 
-def loss_fn(params: Parameters, batch: Batch, *, model: Decoder, chunk: int) -> jax.Array:
+class LanguageModel(Protocol):
+    """What a loss wants of a model, whatever it is written in."""
+
+    @property
+    def config(self) -> DecoderConfig:
+        """What the model is."""
+        ...
+
+    @property
+    def runtime(self) -> Runtime:
+        """How it runs."""
+        ...
+
+    def apply(self, variables: Mapping[str, Any], tokens_BT: jax.Array, /) -> Any:
+        """Hidden states under the parameters `variables["params"]`, and the load-balancing losses (L, B) of experts or None."""
+        ...
+
+
+def loss_fn(params: Parameters, batch: Batch, *, model: LanguageModel, chunk: int) -> jax.Array:
     """The mean cross-entropy of a batch, and of experts their load-balancing loss: an f32 scalar.
 
     Args:
@@ -77,13 +96,13 @@ def loss_fn(params: Parameters, batch: Batch, *, model: Decoder, chunk: int) -> 
     return cross_entropy if balance is None else cross_entropy + balance
 
 
-def losses(params: Parameters, batch: Batch, *, model: Decoder, chunk: int) -> tuple[jax.Array, jax.Array | None]:
+def losses(params: Parameters, batch: Batch, *, model: LanguageModel, chunk: int) -> tuple[jax.Array, jax.Array | None]:
     """The two parts of `loss_fn`: cross-entropy, and the weighted load-balancing loss of experts.
 
     That is a mean over layers and sequences, of sequences by their share of the batch's weight: as the cross-entropy of a batch
     is that of its micro-batches, so is this.
     """
-    hidden_BTD, balance_LB = model.apply({"params": params}, batch["tokens"])  # type: ignore[misc]
+    hidden_BTD, balance_LB = model.apply({"params": params}, batch["tokens"])
     head_VD = params["embedding" if model.config.has_tied_head else "head"]
     layout, head = model.runtime.layout, Head.TRAINED if model.runtime.adapter is None else Head.FROZEN
     weights = batch["weights"]
