@@ -6,6 +6,7 @@ the rules of a custom_vjp are not in the program: where there is one, no name is
 """
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,6 +17,8 @@ from remat_kit import _jax
 from remat_kit.apply.jaxprs import equations_of, variables
 from remat_kit.errors import IdleRuleWarning, RematWarning, nearest
 from remat_kit.policy import Action, Named, Policy, Remat, matches
+
+_LOOPS = tuple(inspect.unwrap(loop).__code__ for loop in (jax.lax.scan, jax.lax.while_loop, jax.lax.fori_loop))
 
 # What hands a value on, or adds it to another, without a need of the value itself in the backward pass.
 _LINEAR = frozenset(
@@ -46,10 +49,10 @@ def warn_of_idle_rules(policy: Remat, program: Callable[[], Any], what: str) -> 
         if unmet and may_hide_names:
             continue
         for pattern in unmet:
-            _warn(f"{rule} for {what}: {_unmet_words(pattern, names)}")
+            _warn_at(f"{rule} for {what}: {_unmet_words(pattern, names)}")
         kept = [name for name in names if any(matches(pattern, name) for pattern in rule.patterns)]
         if kept and not unmet and _are_only_returned(region, kept):
-            _warn(
+            _warn_at(
                 f"{rule} for {what}: {', '.join(kept)} is never saved, as it is only returned. What a region returns is kept as "
                 "the input of the next one, if at all: name that input (in a stack, block_input)."
             )
@@ -75,7 +78,27 @@ def warn_of_known_faults(policy: Remat) -> None:
         RematWarning: Something is offloaded on a GPU, and jaxlib reads it back in the wrong order.
     """
     if _jax.GPU_OFFLOAD_FAULT is not None and offloads(policy) and jax.default_backend() == "gpu":
-        warnings.warn(f"{policy}: {_jax.GPU_OFFLOAD_FAULT}", RematWarning, stacklevel=4)
+        _warn_at(f"{policy}: {_jax.GPU_OFFLOAD_FAULT}", RematWarning)
+
+
+def warn_outside_loops(what: str) -> None:
+    """Warns where code without a barrier is traced neither in a loop nor in one that stays one (told by frames: JAX has no name).
+
+    Args:
+        what: What the user calls the code.
+
+    Warns:
+        RematWarning: The compiler will merge its recomputation with the forward pass.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code not in _LOOPS:
+        frame = frame.f_back
+    if frame is None or frame.f_locals.get("unroll", 1) not in (1, False):
+        _warn_at(
+            f"{what} has prevent_cse=False and is not the body of a loop, or of an unrolled one: the compiler merges its "
+            "recomputation with the forward pass, which undoes it. Leave prevent_cse out.",
+            RematWarning,
+        )
 
 
 def offloads(policy: Policy) -> bool:
@@ -120,5 +143,5 @@ def _are_only_returned(program: Any, names: Iterable[str]) -> bool:
     return True
 
 
-def _warn(message: str) -> None:
-    warnings.warn(message, IdleRuleWarning, stacklevel=4)
+def _warn_at(message: str, category: type[RematWarning] = IdleRuleWarning) -> None:
+    warnings.warn(message, category, stacklevel=5)

@@ -19,7 +19,7 @@ import jax
 
 from remat_kit.apply.arguments import Constants, StaticArguments, join_arguments, split_arguments, static_arguments
 from remat_kit.apply.checkpoint import FindWeights, checkpoint
-from remat_kit.apply.checks import name_of, warn_of_idle_rules
+from remat_kit.apply.checks import name_of, warn_of_idle_rules, warn_outside_loops
 from remat_kit.apply.jaxprs import equations_of
 from remat_kit.errors import ApplyError, PolicyError, RematWarning
 from remat_kit.grammar import parse_policy
@@ -135,7 +135,7 @@ def remat(
         ApplyError: There is no such static argument.
 
     Warns:
-        RematWarning: The target is wrapped already, or turns out to be a whole loss.
+        RematWarning: The target is wrapped already, turns out to be a whole loss, or has `prevent_cse=False` outside a loop.
         IdleRuleWarning: When called, a rule keeps nothing: no value has its name, or it is only returned.
 
     Example:
@@ -208,6 +208,8 @@ def checkpointed(
     run = checkpoint(fn, wrapping.policy, prevent_cse=wrapping.prevent_cse, num_static=num_constants, find_weights=find_weights)
 
     def call(*args: Any) -> Any:
+        if not wrapping.prevent_cse:
+            warn_outside_loops(name_of(fn))
         result = run(*args)
         # JAX keeps the trace of the call above, so that this one traces nothing.
         program = functools.cache(lambda: jax.make_jaxpr(run, static_argnums=tuple(range(num_constants)))(*args))

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from remat_kit.errors import nearest
 from remat_kit.findings import Finding, FindingKind, Remedy
 from remat_kit.graph import Crossing, Origin, Phase, Recomputed, StepGraph, TracedOp, is_kernel
-from remat_kit.policy import Action, Named, matches
+from remat_kit.policy import Action, Kind, Named, matches
 from remat_kit.trace.kept import Kept, parsed_rules
 from remat_kit.trace.links import Links, same_value
 
@@ -49,7 +49,7 @@ def find_faults(graph: StepGraph, links: Links, kept: Sequence[Kept]) -> tuple[F
     """Saved values that save no work, then rules that save nothing."""
     found = [fault for value in kept if (fault := _saved_but_recomputed(graph, links, value)) is not None]
     found.sort(key=lambda fault: -(fault.flops_at_stake or 0))
-    return (*found, *_idle_patterns(graph, kept))
+    return (*found, *_idle_patterns(graph, kept), *_batched_matmuls(graph, kept))
 
 
 def _saved_but_recomputed(graph: StepGraph, links: Links, kept: Kept) -> Finding | None:
@@ -152,6 +152,27 @@ def _never_residual(names: tuple[str, ...], source: str) -> Finding:
         source=source,
         remedy=Remedy(text="Name the input of the region, at its top, and ask for that name."),
     )
+
+
+def _batched_matmuls(graph: StepGraph, kept: Sequence[Kept]) -> list[Finding]:
+    """The rule `dots_no_batch`, where it keeps nothing because every matmul has batch dimensions."""
+    rule = str(Kind.DOTS_NO_BATCH)
+    regions = {index for index, region in enumerate(graph.regions) if rule in (region.rules or ())}
+    again = [op for op in graph.ops if op.is_live and op.calls and op.phase is Phase.RECOMPUTE and op.region in regions]
+    matmuls = [op for op in again if op.kind == "dot_general"]
+    if not matmuls or any(value.record.rule == rule for value in kept):
+        return []
+    work = ", ".join(dict.fromkeys(_words(op) for op in matmuls))
+    return [
+        Finding(
+            kind=FindingKind.NEVER_RESIDUAL,
+            names=(rule,),
+            flops_at_stake=_flops(graph, matmuls),
+            message=f"{rule} keeps nothing: {work} has batch dimensions, as matmuls of experts and those under vmap have.",
+            source=matmuls[0].source,
+            remedy=Remedy(text="Save the matmuls by weights (rule weights), by name, or all of them (rule dots)."),
+        )
+    ]
 
 
 def _code(graph: StepGraph, op: TracedOp) -> _Code:
