@@ -121,3 +121,18 @@ def test_every_pair_of_names_costs_what_it_should():
     for kept, more in itertools.product(list(costs)[:40], list(costs)[:40]):
         if kept < more:
             assert costs[more] <= costs[kept]
+
+
+@pytest.mark.parametrize("policy", ["full", "dots_no_batch"])
+def test_a_model_without_names_is_planned_by_the_rule_for_its_matmuls(policy):
+    def nameless(p, x):
+        q, k = x @ p["q"], x @ p["k"]
+        x = x + jnp.einsum("bts,bsd->btd", jnp.sin(jnp.einsum("btd,bsd->bts", q, k)), jnp.sin(x @ p["v"]))
+        return x + jnp.sin(x @ p["gate"]) @ p["down"]
+
+    shapes = {name: SHAPES[name] for name in ("q", "k", "v", "gate", "down")}
+    found = block_graph(trace_graph(step("none", body=nameless, shapes=shapes)), num_layers=L, rates=RATES).block
+    assert found.names == found.rule_names == ("dots_no_batch",)  # not the scores, which have a batch dimension
+    assert found.name_bytes("dots_no_batch") == 4 * B * T * (3 * D + F)
+    costs = {str(choice.policy): choice.flops for choice in all_choices(found)}
+    assert costs[policy] * L == trace_step(step(policy, body=nameless, shapes=shapes))[1].remat_flops

@@ -6,6 +6,7 @@ pass reads it; what only renames or lays out is free. A kernel of unknown price 
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from remat_kit.planner.blocks import BlockGraph, BlockOp, BlockValue
 from remat_kit.planner.closure import close
 from remat_kit.policy import Kind
 
-KERNELS = str(Kind.KERNELS)
+KERNELS, MATMULS = str(Kind.KERNELS), str(Kind.DOTS_NO_BATCH)
 DECISIONS = frozenset({"top_k", "sort", "argmax", "argmin", "rng_uniform"})
 """Operations that decide, as routing does: a tie that falls another way when they run again corrupts gradients. Random numbers
 from a key are not among them: the same key gives the same bits."""
@@ -118,7 +119,7 @@ def layer_of(graph: StepGraph, body: Body, rates: Rates) -> LayerLoop:
         rates: Of the target.
     """
     made = {value for op in body.flat for value in op.outputs}
-    names, rule_names = _names(body)
+    names, rule_names = _names(graph, body)
     listed = sorted(made | {value for op in body.flat for value in op.inputs})
     number = {value: position for position, value in enumerate(listed)}
     values = tuple(
@@ -151,12 +152,27 @@ def name_within(name: str, path: str) -> str:
     return f"*{name.removeprefix(path)}" if path and name.startswith(f"{path}/") else name
 
 
-def _names(body: Body) -> tuple[dict[int, str], tuple[str, ...]]:
-    """Names of values; kernels whose results nobody named go by the rule `kernels`."""
+def _names(graph: StepGraph, body: Body) -> tuple[dict[int, str], tuple[str, ...]]:
+    """Names of values; kernels that nobody named, and plain matmuls where nothing has a name, go by the rule for them."""
     names = {op.outputs[0]: name_within(op.name, body.path) for op in body.flat if op.kind == "name" and op.name is not None}
-    kernels = [op for op in body.flat if is_kernel(op) and not any(_is_named(value, body) for value in op.outputs)]
-    by_rule = {value: KERNELS for op in kernels for value in op.outputs}
-    return names | by_rule, (KERNELS,) if by_rule else ()
+    by_rule = {
+        value: KERNELS
+        for op in body.flat
+        if is_kernel(op) and not any(_is_named(output, body) for output in op.outputs)
+        for value in op.outputs
+    }
+    if not names:
+        by_rule |= {op.outputs[0]: MATMULS for op in body.flat if op.calls == body.calls and _is_plain_matmul(graph, op)}
+    return names | by_rule, tuple(dict.fromkeys(by_rule.values()))
+
+
+def _is_plain_matmul(graph: StepGraph, op: TracedOp) -> bool:
+    """Whether an operation is a matmul without batch dimensions, by its sizes: (M K) (K N) = (M N) K K. Not told in shard_map."""
+    if op.kind != "dot_general" or len(op.inputs) != 2 or not op.flops:
+        return False
+    left, right, out = (math.prod(graph.values[value].shape) for value in (*op.inputs, *op.outputs))
+    depth = op.flops // (2 * out)
+    return left * right == out * depth * depth
 
 
 def _block_op(
