@@ -38,11 +38,13 @@ class Change:
         policy: Text of another plan.
         options: Pairs of option and text, for the factory.
         donate: Positions of the arguments to donate, all of them.
+        casts: Where stacked weights are cast, to be measured only: `inside` the loop over layers or `outside`.
     """
 
     policy: str | None = None
     options: tuple[tuple[str, str], ...] = ()
     donate: tuple[int, ...] | None = None
+    casts: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,6 +110,7 @@ def _explanation(
     measured = insides.measured
     text = question.policy if not question.wraps else "; ".join(f"{pattern}={policy}" for pattern, policy in question.wraps)
     row = make_row(text, target, limit, measured)
+    told = {finding.message for finding in insides.residuals.findings}  # compare has them as notes, here they are findings
     return Explanation(
         step=name,
         options=question.options,
@@ -125,5 +126,5 @@ def _explanation(
         findings=insides.findings,
         floor=step_floor(insides.work, insides.agreement, insides.memory, target),
         analysis_s=insides.analysis_s,
-        notes=tuple(dict.fromkeys((*row.notes, *insides.memory.notes, *notes))),
+        notes=tuple(dict.fromkeys((*(note for note in row.notes if note not in told), *insides.memory.notes, *notes))),
     )

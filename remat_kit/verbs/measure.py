@@ -14,6 +14,7 @@ import jax
 import msgspec
 
 from remat_kit.analysis.findings import check_remedies
+from remat_kit.apply.casts import CastPlace, place_casts
 from remat_kit.apply.paths import rematerialize
 from remat_kit.compile.cache import Cache
 from remat_kit.compile.compiler import compile_lowered, compile_with_dump
@@ -91,9 +92,17 @@ def measure(question: Question) -> Answer:
         CompileError: The compiler failed on it.
     """
     prepared = prepare(question)
-    lowered = prepared.traced.program.lower()
-    compiled = compile_lowered(lowered, target=prepared.target, xla_options=question.xla, cache=_cache(question))
+    program = _with_casts(prepared.traced, question.casts)
+    compiled = compile_lowered(program.lower(), target=prepared.target, xla_options=question.xla, cache=_cache(question))
     return _answer(prepared, compiled)
+
+
+def _with_casts(traced: Traced, place: str | None) -> Any:
+    """The traced program, or the same step traced with the casts of its stacked weights elsewhere."""
+    if place is None:
+        return traced.program
+    moved = place_casts(traced.step.fn, CastPlace(place))
+    return jax.jit(moved, donate_argnums=traced.step.donate).trace(*traced.step.args)
 
 
 def explain(question: Question) -> Insides:

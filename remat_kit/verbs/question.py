@@ -51,6 +51,7 @@ class Question:
         xla: Pairs of compiler option and value.
         cache_dir: Folder of the compile cache; None = no cache.
         donate: Positions of the arguments to donate; None = those that the step names.
+        casts: Where stacked weights are cast (`apply.casts.CastPlace`); None = where the step does it.
         budget_bytes: What an explanation is held against; None = no budget.
         most_checks: Remedies of findings that an explanation compiles.
     """
@@ -65,6 +66,7 @@ class Question:
     xla: tuple[tuple[str, str], ...] = ()
     cache_dir: str | None = None
     donate: tuple[int, ...] | None = None
+    casts: str | None = None
     budget_bytes: int | None = None
     most_checks: int = MOST_CHECKS
 
@@ -137,6 +139,7 @@ def changed_question(question: Question, change: Change) -> Question:
         policy=question.policy if change.policy is None else change.policy,
         options=(*kept, *change.options),
         donate=question.donate if change.donate is None else change.donate,
+        casts=question.casts if change.casts is None else change.casts,
     )
 
 

@@ -10,6 +10,8 @@ from remat_kit.analysis.findings import activations, recompute, state, weights
 from remat_kit.analysis.findings.facts import StepFacts
 from remat_kit.analysis.findings.plans import without_names
 from remat_kit.findings import Change, Finding, FindingKind, Remedy
+from remat_kit.grammar import parse_plan
+from remat_kit.policy import Preset, matches, patterns
 
 _DETECTORS = (
     recompute.same_program,
@@ -45,7 +47,7 @@ def find_findings(facts: StepFacts) -> tuple[Finding, ...]:
     Returns:
         Findings, most valuable first. Those of kinds in `check.SUSPICIONS` still have to be compiled to be believed.
     """
-    traced = [_complete(facts, finding) for finding in facts.residuals.findings]
+    traced = [_complete(facts, finding) for finding in facts.residuals.findings if _is_asked_for(facts, finding)]
     found = [finding for detector in _DETECTORS for finding in detector(facts)]
     return tuple(sorted((*traced, *found), key=lambda finding: -value_of(facts, finding)))
 
@@ -62,11 +64,20 @@ def value_of(facts: StepFacts, finding: Finding) -> float:
     return share + (10 if finding.kind in _FIRST else 0)
 
 
+def _is_asked_for(facts: StepFacts, finding: Finding) -> bool:
+    """Whether an idle name is the user's own: a preset lists what other models keep, and does not mean every one of them."""
+    plan = parse_plan(facts.policy)
+    if finding.kind is not FindingKind.NEVER_RESIDUAL or not any(isinstance(policy, Preset) for policy in plan.policies):
+        return True
+    return any(matches(pattern, name) for policy in plan.policies for pattern in patterns(policy) for name in finding.names)
+
+
 def _complete(facts: StepFacts, finding: Finding) -> Finding:
     """A finding of the trace with bytes of the compiled program and a remedy that a machine can try."""
     finding = recompute.with_peak_bytes(facts, finding)
     if finding.kind is not FindingKind.SAVED_BUT_RECOMPUTED or finding.remedy is None:
         return finding
     changed = without_names(facts.policy, finding.names)
-    change = None if changed is None else Change(policy=changed)
-    return replace(finding, remedy=Remedy(text=finding.remedy.text, change=change))
+    if changed is None:
+        return finding
+    return replace(finding, remedy=Remedy(text=f"{finding.remedy.text} Without: {changed}.", change=Change(policy=changed)))

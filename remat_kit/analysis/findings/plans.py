@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from remat_kit.grammar import parse_plan
 from remat_kit.plans import Plan, Segment, StackPlan
-from remat_kit.policy import NONE, Action, Named, NoRemat, Policy, Remat
+from remat_kit.policy import NONE, Action, Named, NoRemat, Policy, Remat, Rule, matches
 
 
 def without_offload(text: str) -> str | None:
@@ -28,11 +28,25 @@ def _keep_on_device(policy: Policy) -> Policy:
 
 
 def without_names(text: str, names: tuple[str, ...]) -> str | None:
-    """The plan with some names recomputed; None = it is mixed, or not made of rules."""
+    """The plan with some names recomputed; None = it is mixed, or not made of rules.
+
+    Example:
+        >>> without_names("save(q,k)", ("k",)), without_names("dots", ("k",)), without_names("minimal", ("k",))
+        ('save(q)', 'dots+recompute(k)', None)
+    """
     policy = _only_policy(parse_plan(text))
     if not isinstance(policy, Remat) or not policy.rules or not names:
         return None
-    return str(Remat((*policy.rules, Named(Action.RECOMPUTE, names))))
+    rules = [left for rule in policy.rules if (left := _without(rule, names)) is not None]
+    still_kept = any(not isinstance(rule, Named) or any(matches(p, n) for p in rule.patterns for n in names) for rule in rules)
+    return str(Remat((*rules, Named(Action.RECOMPUTE, names)) if still_kept else tuple(rules)))
+
+
+def _without(rule: Rule, names: tuple[str, ...]) -> Rule | None:
+    if not isinstance(rule, Named):
+        return rule
+    patterns = tuple(pattern for pattern in rule.patterns if pattern not in names)
+    return replace(rule, patterns=patterns) if patterns else None
 
 
 def last_layer_kept(text: str, num_layers: int) -> str | None:

@@ -74,7 +74,7 @@ def unrolled_layers(facts: StepFacts) -> Iterator[Finding]:
     yield Finding(
         kind=FindingKind.UNROLLED_LAYERS,
         message=f"The program holds {num_copies} copies of one layer's code instead of a loop: it compiles that much longer, and "
-        " schedulers may keep buffers of several layers at once.",
+        "schedulers may keep buffers of several layers at once.",
         source=source[max(many, key=lambda key: flops[key])],
         remedy=Remedy(text="Stack the layers' parameters and scan over them (jax.lax.scan, nn.scan, remat_kit.stack)."),
     )
@@ -120,7 +120,7 @@ def last_layer_recomputed(facts: StepFacts) -> Iterator[Finding]:
     (stack,) = facts.stacks
     changed = last_layer_kept(facts.policy, stack.num_layers)
     at_stake = recomputed // stack.num_layers
-    if changed is None or at_stake < SMALL_SHARE / 10 * facts.trace.flops:
+    if changed is None or at_stake < SMALL_SHARE * facts.trace.flops:
         return
     yield Finding(
         kind=FindingKind.LAST_LAYER_RECOMPUTED,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from remat_kit.analysis.findings.facts import StepFacts, is_worth_saying, live_ops, makers_of, peak_lines
 from remat_kit.analysis.shapes import arrays_of
-from remat_kit.findings import Finding, FindingKind, Remedy
+from remat_kit.findings import Change, Finding, FindingKind, Remedy
 from remat_kit.graph import Phase, TracedOp
 from remat_kit.memory import Collective, CollectiveMeaning, PeakClass, PeakKind, StepPhase
 from remat_kit.units import format_bytes
@@ -34,16 +34,10 @@ def _copies(lines: list[PeakClass], cast: TracedOp | None) -> Finding:
     dtypes = sorted({array.dtype for line in lines for array in arrays_of(line.shape)})
     what = f"Copies of {_listing(names)} for all layers at once, as {', '.join(dtypes)}, lie beside the originals at the peak"
     if cast is not None:
-        text = (
-            "Cast each layer's weights inside the block; their gradients then keep the parameter's dtype, where a cast outside "
-            f"rounds them to {dtypes[0]}. Compile both: a compiler may move the cast out of the loop by itself."
-        )
+        text = f"Cast each layer's weights inside the block. Gradients then keep the parameters' dtype, not {dtypes[0]}."
         message = f"{what}: the step casts them outside of the loop over layers."
     else:
-        text = (
-            "The step casts inside the loop already. A cast outside may take less in the compiled program, rounding "
-            f"gradients to {dtypes[0]}, or parameters that are kept as {dtypes[0]}: compile it before you believe it."
-        )
+        text = f"Cast the stacked weights before the loop: gradients are then rounded to {dtypes[0]}."
         message = f"{what}: the compiler moved the copy out of the loop over layers."
     return Finding(
         kind=FindingKind.WEIGHT_COPIES,
@@ -51,7 +45,7 @@ def _copies(lines: list[PeakClass], cast: TracedOp | None) -> Finding:
         message=message,
         bytes_at_stake=num_bytes,
         source=lines[0].source if cast is None else cast.source,
-        remedy=Remedy(text=text),
+        remedy=Remedy(text=text, change=Change(casts="inside" if cast is not None else "outside")),
     )
 
 

@@ -1,0 +1,227 @@
+"""Planted faults are found by kind, with the bytes and FLOPs that follow from the sizes; their clean twins give no finding.
+
+Steps are those of `faulty_steps`, compiled for CPU and, where CPU can't show the fault, for absent GPUs and TPUs.
+"""
+
+import dataclasses
+import functools
+
+import msgspec
+import pytest
+
+from remat_kit.analysis.findings import check_remedies, same_numbers
+from remat_kit.compile.pool import Worker
+from remat_kit.errors import CompileError
+from remat_kit.findings import Change, Finding, FindingKind, Measured, Remedy, Verdict
+from remat_kit.memory import PeakKind
+from remat_kit.records import CompareRow, Status
+from remat_kit.verbs.question import Insides, Question, Task
+
+DEPTH, BATCH, SEQ, WIDTH, VOCAB = 6, 8, 256, 256, 4096
+FF = 4 * WIDTH
+F32, BF16 = 4, 2
+WEIGHTS = 2 * DEPTH * WIDTH * FF  # elements of the MLP stack
+ONE_MATMUL = 2 * DEPTH * BATCH * SEQ * WIDTH * FF  # of all layers
+
+
+@pytest.fixture(scope="module")
+def explained():
+    """Explains a faulty step; one worker for all, each question once."""
+    with Worker() as worker:
+
+        @functools.cache
+        def ask(**given) -> Insides:
+            names = {field.name for field in dataclasses.fields(Question)}
+            settings = {name: value for name, value in given.items() if name in names}
+            options = tuple((name, str(value).lower()) for name, value in given.items() if name not in names)
+            defaults = {"policy": "full", "most_checks": 0}
+            question = Question(task=Task.EXPLAIN, factory="tests.faulty_steps:step", options=options, **(defaults | settings))
+            return msgspec.convert(worker.ask(msgspec.to_builtins(question)), Insides)
+
+        yield ask
+
+
+def kinds(insides: Insides) -> list[FindingKind]:
+    return [finding.kind for finding in insides.findings]
+
+
+def the_only(insides: Insides, kind: FindingKind) -> Finding:
+    (finding,) = (each for each in insides.findings if each.kind is kind)
+    return finding
+
+
+# Steps without a fault; each stands beside the planted ones that differ from it in one thing.
+CLEAN = {
+    "full": {},
+    "saving": {"policy": "save(up)"},
+    "logits in chunks": {"vocab": VOCAB},
+    "attention with statistics": {"block": "attention", "policy": "save(attn,lse)"},
+    "on a GPU": {"target": "h100"},
+    "unrolled with barriers": {"target": "h100", "unrolls": True},
+}
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_clean_steps_have_no_findings(explained, name):
+    allowed = {FindingKind.UNROLLED_LAYERS} if CLEAN[name].get("unrolls") else set()
+    assert set(kinds(explained(**CLEAN[name]))) == allowed
+
+
+@pytest.mark.parametrize(("target", "width"), [("h100", BF16), ("cpu", F32)])  # XLA makes float32 of bfloat16 on CPU
+def test_a_cast_outside_the_scan_keeps_a_copy_of_all_weights(explained, target, width):
+    insides = explained(fault="cast outside", target=target)
+    finding = the_only(insides, FindingKind.WEIGHT_COPIES)
+    assert set(finding.names) == {"params['layers']['up']", "params['layers']['down']"}
+    assert finding.bytes_at_stake == width * WEIGHTS
+    assert "the step casts them" in finding.message
+    assert finding.source.startswith("tests/faulty_steps.py:")
+    assert kinds(insides) == [FindingKind.WEIGHT_COPIES]
+
+
+def test_a_name_on_a_blocks_output_saves_nothing(explained):
+    insides = explained(fault="names output", policy="save(out)")
+    assert kinds(insides) == [FindingKind.NEVER_RESIDUAL, FindingKind.SAME_PROGRAM]
+    assert insides.findings[0].names == ("out",)
+    assert explained().memory.peak_bytes == insides.memory.peak_bytes
+
+
+def test_attention_output_saved_without_statistics_runs_again(explained):
+    seq = SEQ // 2  # not the width: the matmuls of scores and values are told apart by shape
+    insides = explained(fault="no statistics", block="attention", policy="save(attn)", seq=seq)
+    finding = the_only(insides, FindingKind.SAVED_BUT_RECOMPUTED)
+    assert finding.names == ("attn",)
+    assert finding.bytes_at_stake == DEPTH * BATCH * seq * WIDTH * BF16
+    assert finding.flops_at_stake == 2 * DEPTH * BATCH * seq * seq * WIDTH  # what the scores weigh
+    assert finding.remedy is not None
+    assert finding.remedy.change == Change(policy="full")
+
+
+def test_an_undonated_momentum_is_there_twice(explained):
+    insides = explained(fault="momentum not donated", most_checks=1)
+    finding = the_only(insides, FindingKind.NOT_DONATED)
+    assert (finding.names, finding.bytes_at_stake) == (("momentum",), F32 * WEIGHTS)
+    assert finding.remedy is not None
+    assert finding.remedy.change == Change(donate=(0, 1))
+    assert finding.checked is not None
+    assert finding.checked.verdict is Verdict.GAIN
+    assert finding.checked.after is not None
+    assert finding.checked.after.total_bytes == explained().memory.peak_bytes
+    assert kinds(insides) == [FindingKind.NOT_DONATED]
+
+
+def test_whole_logits_are_found_and_the_steps_own_offer_is_compiled(explained):
+    insides = explained(fault="whole logits", vocab=VOCAB, most_checks=1)
+    finding = the_only(insides, FindingKind.WHOLE_LOGITS)
+    logits = BATCH * SEQ * VOCAB * F32
+    lines = [line for line in insides.memory.peak_classes if line.kind is PeakKind.LOGITS and line.bytes >= logits]
+    assert finding.bytes_at_stake == sum(line.bytes for line in lines)
+    assert finding.bytes_at_stake >= logits
+    assert finding.bytes_at_stake % (BATCH * SEQ * VOCAB * BF16) == 0
+    assert finding.checked is not None
+    assert finding.checked.verdict is Verdict.GAIN
+    assert finding.checked.after is not None
+    assert finding.checked.after.total_bytes == explained(vocab=VOCAB).memory.peak_bytes
+
+
+def test_a_block_wrapped_twice(explained):
+    insides = explained(fault="wrapped twice")
+    assert kinds(insides) == [FindingKind.DOUBLE_WRAPPING]
+    assert insides.findings[0].flops_at_stake == 0  # JAX drops what the outer region needs for nothing
+
+
+def test_remat_of_unrolled_layers_without_barriers_is_undone(explained):
+    insides = explained(fault="no barrier", unrolls=True, target="h100")
+    finding = the_only(insides, FindingKind.RECOMPUTE_MERGED)
+    up = BATCH * SEQ * FF * BF16
+    assert finding.bytes_at_stake in ((DEPTH - 1) * up, DEPTH * up)  # the compiler may leave one layer alone
+    assert set(kinds(insides)) == {FindingKind.RECOMPUTE_MERGED, FindingKind.UNROLLED_LAYERS}
+
+
+def test_on_cpu_a_report_says_that_barriers_are_dropped(explained):
+    finding = the_only(explained(unrolls=True), FindingKind.RECOMPUTE_MERGED)
+    assert "XLA drops barriers on CPU" in finding.message
+
+
+def test_unrolled_layers_are_counted(explained):
+    finding = the_only(explained(unrolls=True, target="h100"), FindingKind.UNROLLED_LAYERS)
+    assert f"{DEPTH} copies" in finding.message
+
+
+def test_a_state_that_fills_the_memory_is_said_with_what_would_help(explained):
+    state = 3 * F32 * WEIGHTS  # parameters, momentum, gradients
+    insides = explained(budget_bytes=state - 1)
+    finding = the_only(insides, FindingKind.STATE_FILLS_MEMORY)
+    assert finding.bytes_at_stake == insides.memory.device.argument_bytes + F32 * WEIGHTS + 32 - (state - 1)
+    assert finding.remedy is not None
+    assert "8-bit moments take" in finding.remedy.text
+    assert FindingKind.STATE_FILLS_MEMORY not in kinds(explained(budget_bytes=4 * state))
+
+
+def rows(*pairs):
+    return [
+        CompareRow(
+            policy=policy, target="cpu", status=Status.OK, argument_bytes=1, temp_bytes=temp, total_bytes=1 + temp, flops=7
+        )
+        for policy, temp in pairs
+    ]
+
+
+def test_policies_with_the_same_numbers():
+    (finding,) = same_numbers(rows(("dots", 5), ("minimal", 5), ("full", 3)))
+    assert finding.names == ("dots", "minimal")
+    assert same_numbers(rows(("dots", 5), ("full", 3))) == ()
+
+
+def suspicion(kind, **change):
+    return Finding(kind=kind, message="m", remedy=Remedy(text="do it", change=Change(**change)))
+
+
+BEFORE = Measured(total_bytes=1000, flops=1000)
+
+
+@pytest.mark.parametrize(
+    ("kind", "after", "verdict"),
+    [
+        (FindingKind.NOT_DONATED, (900, 1000), Verdict.GAIN),
+        (FindingKind.NOT_DONATED, (1000, 1000), Verdict.NO_GAIN),
+        (FindingKind.SAVED_BUT_RECOMPUTED, (900, 1100), Verdict.NO_GAIN),
+        (FindingKind.WHOLE_LOGITS, (900, 1100), Verdict.GAIN),
+    ],
+)
+def test_a_remedy_is_recommended_only_where_it_compiled_better(kind, after, verdict):
+    (found,) = check_remedies(
+        [suspicion(kind, policy="full")], lambda _: Measured(total_bytes=after[0], flops=after[1]), before=BEFORE, most=1
+    )
+    assert found.checked is not None
+    assert found.checked.verdict is verdict
+    assert found.remedy is not None
+    assert (found.remedy.change is None) is (verdict is Verdict.NO_GAIN)
+
+
+@pytest.mark.parametrize(
+    ("kind", "after", "is_told"),
+    [
+        (FindingKind.LAST_LAYER_RECOMPUTED, (1001, 990), True),
+        (FindingKind.LAST_LAYER_RECOMPUTED, (1100, 990), False),
+        (FindingKind.OFFLOAD_GROWS_DEVICE, (900, 1100), True),
+        (FindingKind.OFFLOAD_GROWS_DEVICE, (1100, 1100), False),
+    ],
+)
+def test_a_suspicion_is_told_only_when_a_compile_confirms_it(kind, after, is_told):
+    measured = Measured(total_bytes=after[0], flops=after[1])
+    found = check_remedies([suspicion(kind, policy="x")], lambda _: measured, before=BEFORE, most=1)
+    assert len(found) == is_told
+    assert check_remedies([suspicion(kind, policy="x")], lambda _: measured, before=BEFORE, most=0) == ()
+
+
+def test_only_the_most_valuable_remedies_are_compiled_and_a_failure_is_said():
+    asked = []
+
+    def fail(change):
+        asked.append(change)
+        raise CompileError("no memory\nmore")
+
+    given = [suspicion(FindingKind.NOT_DONATED, donate=(number,)) for number in range(3)]
+    found = check_remedies(given, fail, before=BEFORE, most=2)
+    assert asked == [Change(donate=(0,)), Change(donate=(1,))]
+    assert [each.checked and each.checked.reason for each in found] == ["no memory", "no memory", None]
