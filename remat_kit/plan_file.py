@@ -38,6 +38,7 @@ class Proof:
         recompute_flops: The part that rematerialization adds.
         full_compiles: Compiles of the whole step.
         compiles: All compiles.
+        step_s: Predicted seconds of a step, a floor; None = the target's rates are not known.
     """
 
     budget_bytes: int
@@ -47,6 +48,7 @@ class Proof:
     recompute_flops: int
     full_compiles: int
     compiles: int
+    step_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +129,7 @@ def plan_file_of(step_plan: StepPlan) -> PlanFile:
             recompute_flops=result.recompute_flops,
             full_compiles=result.full_compiles,
             compiles=result.compiles,
+            step_s=step_plan.step_s,
         ),
     )
 
@@ -199,6 +202,26 @@ def _warn_of_versions(found: PlanFile, path: Path) -> None:
             RematWarning,
             stacklevel=3,
         )
+
+
+def warn_of_step(found: PlanFile, path: Path, *, step: str, options: Mapping[str, str]) -> None:
+    """Warns when a plan is used for another step, or other options, than it was made for.
+
+    Args:
+        found: The plan.
+        path: Its file.
+        step: `module:function` of the step that it is used for.
+        options: Its options, as given.
+
+    Warns:
+        RematWarning: They differ.
+    """
+    if (found.step, dict(found.options)) != (step, dict(options)):
+        made, used = (
+            " ".join([name, *(f"{key}={value}" for key, value in given.items())])
+            for name, given in ((found.step, found.options), (step, options))
+        )
+        warnings.warn(f"{path.name} was planned for {made!r} and is used for {used!r}.", RematWarning, stacklevel=3)
 
 
 def toml_text(data: Mapping[str, Any]) -> str:

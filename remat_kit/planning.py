@@ -183,7 +183,7 @@ class StepPlan:
         result: The plan and its proof.
         baseline_flops: Of the step without rematerialization.
         step_s: Predicted seconds of a step under the plan, a floor by the roofline; None = the target's rates are not known.
-        bound: What bounds it: `compute` or `memory`; empty = not known.
+        bound: What bounds it: `compute`, `memory`, `collectives` or `host link`; empty = not known.
         tokens_per_s: By `step_s`; None = not known, or the step has no options for batch and sequence.
         cost_per_million_tokens: In the currency of the target's `price_per_hour`; None = no price, or no tokens.
         num_cached: Compiles that were remembered.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from remat_kit import Alternative, Knobs, Stack, Step, remat, stack
+from remat_kit import Alternative, Knobs, Stack, Step, StepError, remat, stack
 
 
 def block(weights, x_BTD):
@@ -34,14 +34,22 @@ def update(loss, params, *batch):
     return jax.tree.map(lambda p, g: p - 1e-3 * g, params, jax.grad(loss)(params, *batch))
 
 
-def layers(policies, devices, *, batch: int = 32, seq: int = 16, depth: int = 8, width: int = 32, chunk: int = 16) -> Step:
-    """A stack that mixes policies. `chunk` is a working buffer of chunk KiB, so that an alternative can make it smaller."""
+def layers_loss(policies, *, chunk=16):
+    """The loss of `layers`; besides the layers it sorts a buffer of chunk KiB."""
 
     def loss(params, x_BTD):
         hidden_BTD = stack(block, params, x_BTD, policies["layers"])
         spread = jnp.sin(hidden_BTD.mean() + jnp.arange(chunk * 256, dtype=jnp.float32))
         return jnp.mean(hidden_BTD**2) + jnp.sort(spread)[0]
 
+    return loss
+
+
+def layers(policies, devices, *, batch: int = 32, seq: int = 16, depth: int = 8, width: int = 32, chunk: int = 16) -> Step:
+    """A stack that mixes policies; `seq` is at most 64."""
+    if seq > 64:
+        raise StepError(f"seq={seq}: at most 64.")
+    loss = layers_loss(policies, chunk=chunk)
     args = (abstract(shapes(depth, width)), jax.ShapeDtypeStruct((batch, seq, width), "float32"))
     return Step(
         fn=lambda params, x_BTD: update(loss, params, x_BTD),
@@ -50,9 +58,14 @@ def layers(policies, devices, *, batch: int = 32, seq: int = 16, depth: int = 8,
         roles=("parameters", "batch"),
         stacks=(Stack(name="layers", num_layers=depth, accepts_mixed=True),),
         knobs=Knobs(batch="batch", seq="seq", depth="depth"),
-        alternatives=(Alternative(text=f"chunks of 1 instead of {chunk}", options={"chunk": "1"}),),
+        alternatives=(Alternative(text=f"a chunk of 1 instead of {chunk}", options={"chunk": "1"}),),
         init=lambda key: random_arrays(key, args),
     )
+
+
+def matmul_flops(*, batch=32, seq=16, width=32):
+    """FLOPs of the widest matmul of a layer, which is the second one, too."""
+    return 2 * batch * seq * width * 4 * width
 
 
 def no_depth(policies, devices, *, batch: int = 32, seq: int = 16) -> Step:
@@ -103,12 +116,16 @@ class Model(nn.Module):
         return x_BD
 
 
+def unnamed_loss(model):
+    return lambda params, x_BD: jnp.mean(model.apply(params, x_BD) ** 2)
+
+
 def unnamed(policies, devices, *, batch: int = 512, depth: int = 8, width: int = 32) -> Step:
     """A model that nobody edits: no stack, no name."""
     model, x_BD = Model(depth, width), jax.ShapeDtypeStruct((batch, width), "float32")
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((1, width)))
     return Step(
-        fn=lambda params, x_BD: update(lambda p, x: jnp.mean(model.apply(p, x) ** 2), params, x_BD),
+        fn=lambda params, x_BD: update(unnamed_loss(model), params, x_BD),
         args=(params, x_BD),
         donate=(0,),
         knobs=Knobs(batch="batch", depth="depth"),

@@ -4,7 +4,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from remat_kit.errors import CompileError, PolicyError, RematKitError
+from remat_kit.export import policy_text
 from remat_kit.files import default_mode, write_whole
-from remat_kit.plan_file import read_plan
+from remat_kit.plan_file import SUFFIXES, read_plan, warn_of_step
 
 PLAIN_WIDTH = 140
 EXIT_FAILED_ROW = 1
@@ -99,6 +100,16 @@ def wraps_of_file(path: Path) -> dict[str, str]:
     if not found.wraps:
         raise PolicyError(f"{str(path)!r} is a plan for the stacks of {found.step}, not for modules: give it to --policy @FILE.")
     return dict(found.wraps)
+
+
+def policy_for(text: str, *, step: str, options: Mapping[str, str]) -> str:
+    """The text of a policy, or that in the file that `@FILE` names; a plan file that was made for another step is warned of."""
+    if text.startswith("@") and text.endswith(SUFFIXES):
+        path = Path(text[1:])
+        found = read_plan(path)
+        warn_of_step(found, path, step=step, options=options)
+        return str(found.stack_plan)
+    return policy_text(text)
 
 
 def check_folder(out: Path | None) -> None:

@@ -16,6 +16,7 @@ from remat_kit.cli.common import (
     errors_as_messages,
     pairs,
     patterns,
+    policy_for,
     set_option,
     show_progress,
     targets_file_option,
@@ -23,7 +24,6 @@ from remat_kit.cli.common import (
     wrap_option,
     write_report,
 )
-from remat_kit.export import policy_text
 from remat_kit.records import Comparison, Status
 from remat_kit.report.json import comparison_json
 from remat_kit.report.markdown import comparison_markdown
@@ -73,7 +73,7 @@ def command(
         with show_progress() as advance:
             comparison = compare(
                 step,
-                policies=[policy_text(policy) for policy in policies],
+                policies=[policy_for(policy, step=step, options=pairs("--set", settings)) for policy in policies],
                 wraps=[patterns(text) for text in wraps],
                 targets=targets,
                 options=pairs("--set", settings),

@@ -18,10 +18,10 @@ from remat_kit.planner.layout import PlannedStack
 from remat_kit.planner.search import find_plan, plan_stack
 from remat_kit.planner.unrolled import wraps_of
 from remat_kit.planning import Objective, PlanResult, PlanRow, PlanTable, StepPlan
-from remat_kit.targets import Target
 from remat_kit.verbs.plan_question import StackBlocks, StepBlocks
 from remat_kit.verbs.plan_session import PlanQuestion, Progress, Session, ask_blocks, measure_of, with_modules
 from remat_kit.verbs.plan_settings import LIMITS, PlanSettings, quiet, read_question
+from remat_kit.verbs.plan_time import predict_time
 from remat_kit.verbs.plan_ways import ways_for
 from remat_kit.verbs.question import step_name
 
@@ -194,8 +194,14 @@ def _without_seconds(result: PlanResult) -> PlanResult:
 
 
 def _step_plan(session: Session, asked: PlanQuestion, blocks: StepBlocks, result: PlanResult, *, step: str) -> StepPlan:
-    step_s = None if blocks.time is None or result.recompute_s is None else blocks.time.step_s + result.recompute_s
-    num_tokens = _tokens(blocks)
+    predicted = predict_time(
+        blocks.time,
+        asked.target,
+        recompute_s=result.recompute_s,
+        host_bytes=result.host_bytes,
+        wire_bytes=session.wire_bytes.get(result.plan),
+    )
+    num_tokens, step_s = _tokens(blocks), predicted.step_s
     tokens_per_s = None if step_s is None or num_tokens is None else num_tokens / blocks.num_devices / step_s
     price = asked.target.price_per_hour
     return StepPlan(
@@ -206,13 +212,13 @@ def _step_plan(session: Session, asked: PlanQuestion, blocks: StepBlocks, result
         result=result,
         baseline_flops=blocks.flops,
         step_s=step_s,
-        bound="" if blocks.time is None else "compute" if blocks.time.compute_s >= blocks.time.memory_s else "memory",
+        bound=predicted.bound,
         tokens_per_s=tokens_per_s,
         cost_per_million_tokens=None if price is None or tokens_per_s is None else price / 3600 / tokens_per_s * 1e6,
         num_cached=session.num_cached,
         program=blocks.program,
         versions=session.versions,
-        notes=(*blocks.notes, *_notes(asked.target, blocks)),
+        notes=(*blocks.notes, *_notes(blocks), *predicted.notes),
     )
 
 
@@ -225,16 +231,7 @@ def _tokens(blocks: StepBlocks) -> int | None:
         return None
 
 
-def _notes(target: Target, blocks: StepBlocks) -> list[str]:
-    notes = []
-    if blocks.time is None:
-        notes.append(f"{target.kind} has no published rates: no seconds, planned by FLOPs.")
-    else:
-        notes.append("Seconds are a roofline at the target's peak rates, a floor: compare them, don't promise them.")
-        if blocks.num_devices > 1:
-            notes.append("Collectives that the compiler inserts are not in the predicted seconds.")
-        if blocks.time.unpriced:
-            notes.append(f"Without a price, and left out of the seconds: {', '.join(blocks.time.unpriced)}.")
-    if not blocks.has_depth:
-        notes.append("The step has no working depth option (Knobs.depth): no small compiles, so nothing was predicted before.")
-    return notes
+def _notes(blocks: StepBlocks) -> list[str]:
+    if blocks.has_depth:
+        return []
+    return ["The step has no working depth option (Knobs.depth): no small compiles, so nothing was predicted before."]

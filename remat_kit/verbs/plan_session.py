@@ -7,12 +7,12 @@ the compile cache.
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
 from remat_kit.compile.pool import Worker
-from remat_kit.errors import CompileError
+from remat_kit.errors import CompileError, DumpError
 from remat_kit.grammar import parse_plan
 from remat_kit.planner.unrolled import wraps_of
 from remat_kit.planning import Measured, Objective
@@ -20,7 +20,9 @@ from remat_kit.policy import NONE
 from remat_kit.targets import Target
 from remat_kit.units import format_bytes
 from remat_kit.verbs.plan_question import StepBlocks
-from remat_kit.verbs.question import Answer, Question, Task
+from remat_kit.verbs.question import Answer, Insides, Question, Task
+
+_Reply = TypeVar("_Reply")
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called before each compile with what is compiled, its index from 0, and the most compiles there can be."""
@@ -37,6 +39,7 @@ class PlanQuestion:
         objective: What is made least of; None = seconds where the target's rates are known, else FLOPs.
         offload: Part of a layer's forward pass during which the host link may be busy; 0 = nothing goes to host memory.
         timeout_s: Most seconds for a compile.
+        reads_collectives: Whether a compile also counts what collectives send.
         modules: For a model that nobody edits: stack -> paths of its modules; empty = plans speak of the step's own stacks.
         progress: Told what is compiled.
         max_compiles: For `progress`.
@@ -50,6 +53,7 @@ class PlanQuestion:
     timeout_s: float | None
     progress: Progress
     max_compiles: int
+    reads_collectives: bool = False
     modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def with_options(self, options: Mapping[str, str]) -> "PlanQuestion":
@@ -67,12 +71,14 @@ class Session:
         num_compiles: Measurements so far.
         num_cached: Those that were remembered.
         versions: Of what compiles, once something was compiled.
+        wire_bytes: Whole plan on several devices -> bytes that its collectives send from a device.
     """
 
     worker: Worker
     num_compiles: int = 0
     num_cached: int = 0
-    versions: tuple[tuple[str, str], ...] = field(default=())
+    versions: tuple[tuple[str, str], ...] = ()
+    wire_bytes: dict[str, int] = field(default_factory=dict)
 
 
 def ask_blocks(session: Session, asked: PlanQuestion) -> StepBlocks:
@@ -83,8 +89,7 @@ def ask_blocks(session: Session, asked: PlanQuestion) -> StepBlocks:
         CompileError: The worker died.
     """
     question = dataclasses.replace(asked.question, task=Task.BLOCKS)
-    reply = session.worker.ask(msgspec.to_builtins(question), timeout_s=asked.timeout_s)
-    return msgspec.convert(reply, StepBlocks)
+    return _ask(session, asked, question, StepBlocks)
 
 
 def with_modules(asked: PlanQuestion, blocks: StepBlocks) -> PlanQuestion:
@@ -108,8 +113,7 @@ def compile_plan(session: Session, asked: PlanQuestion, plan: str, *, what: str 
     question = dataclasses.replace(asked.question, task=Task.MEASURE, policy=plan)
     if asked.modules:
         question = dataclasses.replace(question, policy=str(NONE), wraps=wraps_of(parse_plan(plan), asked.modules))
-    reply = session.worker.ask(msgspec.to_builtins(question), timeout_s=asked.timeout_s)
-    answer = msgspec.convert(reply, Answer)
+    answer = _looked_into(session, asked, question, plan) if asked.reads_collectives else _ask(session, asked, question, Answer)
     session.num_compiles += 1
     session.num_cached += answer.compiled.from_cache
     session.versions = answer.compiled.versions
@@ -127,13 +131,28 @@ def compile_plan(session: Session, asked: PlanQuestion, plan: str, *, what: str 
     )
 
 
+def _ask(session: Session, asked: PlanQuestion, question: Question, kind: type[_Reply]) -> _Reply:
+    return msgspec.convert(session.worker.ask(msgspec.to_builtins(question), timeout_s=asked.timeout_s), kind)
+
+
+def _looked_into(session: Session, asked: PlanQuestion, question: Question, plan: str) -> Answer:
+    """Compiles and counts collectives in one go; where the dump can't be read, compiles only."""
+    try:
+        insides = _ask(session, asked, dataclasses.replace(question, task=Task.EXPLAIN), Insides)
+    except DumpError:
+        return _ask(session, asked, question, Answer)
+    session.wire_bytes[plan] = sum(each.wire_bytes * each.count for each in insides.work.collectives)
+    return insides.measured
+
+
 def measure_of(session: Session, asked: PlanQuestion, blocks: StepBlocks) -> Callable[[str, int | None], Measured]:
     """The planner's `measure`: a plan at a depth, compiled."""
     depth_option = dict(blocks.knobs).get("depth")
 
     def measure(plan: str, depth: int | None, /) -> Measured:
         if depth is None:
-            return compile_plan(session, asked, plan)
+            reads = blocks.num_devices > 1 and asked.target.link_bytes_per_s is not None
+            return compile_plan(session, dataclasses.replace(asked, reads_collectives=reads), plan)
         assert depth_option is not None, "a small depth was asked for of a step without such an option"
         small = dataclasses.replace(asked, modules={name: paths[:depth] for name, paths in asked.modules.items()})
         return compile_plan(session, small.with_options({depth_option: str(depth)}), plan, what=f"{depth} layers")
