@@ -21,7 +21,7 @@ from remat_kit.records import StepTrace
 from remat_kit.trace import trace_step
 from remat_kit.verbs.build import bind_plan, build, check_names, read_options
 from remat_kit.verbs.question import load_factory
-from train.config import OptimizerConfig, TrainConfig, warmup_steps
+from train.config import OptimizerConfig, TrainConfig, pairs, warmup_steps
 from train.errors import ConfigError
 from train.plans import ChosenPlan, choose_plan
 
@@ -38,6 +38,7 @@ class Built:
         remat_flops: FLOPs per device that `step` computes again.
         factory: Name of the factory.
         options: Pairs of option and text that it was given.
+        xla: Pairs of compiler option and text.
     """
 
     step: Step
@@ -47,6 +48,7 @@ class Built:
     remat_flops: int
     factory: str
     options: tuple[tuple[str, str], ...]
+    xla: tuple[tuple[str, str], ...]
 
     @property
     def evaluate(self) -> Callable[[Any, Any], jax.Array] | None:
@@ -58,7 +60,8 @@ class Built:
         """The command that compiles the same step for a target."""
         settings = " ".join(f"--set {shlex.quote(f'{name}={text}')}" for name, text in self.options)
         asked = f"--wrap {shlex.quote(str(self.plan))}" if self.plan.wraps else f"--policy {shlex.quote(str(self.plan))}"
-        return f"remat-kit compare {self.factory} {settings} {asked} --target TARGET"
+        xla = "".join(f" --xla {shlex.quote(f'{name}={text}')}" for name, text in self.xla)
+        return f"remat-kit compare {self.factory} {settings} {asked}{xla} --target TARGET"
 
 
 def build_steps(config: TrainConfig, devices: Sequence[jax.Device]) -> Built:
@@ -88,6 +91,7 @@ def build_steps(config: TrainConfig, devices: Sequence[jax.Device]) -> Built:
         remat_flops=_recomputed(trace, plain_trace),
         factory=name,
         options=texts,
+        xla=pairs("--xla", config.run.xla),
     )
 
 
@@ -118,7 +122,7 @@ def option_texts(config: TrainConfig, factory: Callable[..., object]) -> tuple[t
     defaults = _model_options(TrainConfig())
     allowed = inspect.signature(factory).parameters
     kept = {name: value for name, value in given.items() if name in allowed or (name in defaults and value != defaults[name])}
-    return (*((name, str(value)) for name, value in kept.items() if value is not None), *_settings(config.model.set))
+    return (*((name, str(value)) for name, value in kept.items() if value is not None), *pairs("--set", config.model.set))
 
 
 def _model_options(config: TrainConfig) -> dict[str, object]:
@@ -143,16 +147,6 @@ def _optimizer_options(config: TrainConfig) -> dict[str, object]:
     }
 
 
-def _settings(texts: Sequence[str]) -> list[tuple[str, str]]:
-    pairs = []
-    for text in texts:
-        name, separator, value = text.partition("=")
-        if not (name and separator):
-            raise ConfigError(f"--set {text!r} is not NAME=VALUE, like layers=4.")
-        pairs.append((name, value))
-    return pairs
-
-
 def _recomputed(trace: StepTrace, plain: StepTrace) -> int:
     return max(0, trace.flops - plain.flops)
 
@@ -166,6 +160,12 @@ def _check_contract(step: Step) -> None:
     state = made[0] if isinstance(made, tuple) and len(made) == 2 else None
     if jax.tree.structure(state) != jax.tree.structure(step.args[0]) or not _has_loss(made[1]):
         raise StepError("a step that trains returns the new state, of the same tree, and metrics with a 'loss'.")
+
+
+def compile_step(built: Built) -> Any:
+    """The training step, compiled; it takes its state for good."""
+    lowered = jax.jit(built.step.fn, donate_argnums=built.step.donate).lower(*built.step.args)
+    return lowered.compile(compiler_options=dict(built.xla) or None)
 
 
 def _has_loss(metrics: object) -> bool:

@@ -6,8 +6,9 @@ afterwards is found by its fingerprints, and the one before is taken, with a war
 plan, so any plan goes on from any checkpoint.
 """
 
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -16,10 +17,15 @@ from typing import Any
 import jax
 import msgspec
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as managers
 
 from train.errors import CheckpointError, TrainWarning
 from train.state import State, fingerprints, rebuild
+
+DAMAGED_FOLDER = "damaged"
+# Orbax takes no tree that is a single array, as a state may be.
+_ROOT = "state"
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
@@ -83,7 +89,8 @@ class Checkpoints:
             cleanup_tmp_directories=True,
             step_prefix="step",
         )
-        self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
+        self._folder = folder.resolve()
+        self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def steps(self) -> list[int]:
         """Steps of the whole checkpoints there are, oldest first."""
@@ -98,14 +105,14 @@ class Checkpoints:
             held_out_loss: By which the best is chosen; None = it can't be the best.
         """
         args = ocp.args.Composite(
-            state=ocp.args.StandardSave(state),  # type: ignore[call-arg]
+            state=ocp.args.StandardSave({_ROOT: state}),  # type: ignore[call-arg]
             record=ocp.args.JsonSave(msgspec.to_builtins(record)),  # type: ignore[call-arg]
         )
         metrics = None if held_out_loss is None else {"loss": held_out_loss}
         self._manager.save(record.step, args=args, metrics=metrics)
 
     def restore(self, like: State) -> Restored | None:
-        """Reads the newest checkpoint that is whole.
+        """Reads the newest checkpoint that is whole; damaged ones after it are set aside, as training will write them again.
 
         Args:
             like: Abstract state with shardings.
@@ -116,25 +123,39 @@ class Checkpoints:
         Raises:
             CheckpointError: There are some, and all are damaged or of another model.
         """
-        failures = []
+        failures: dict[int, str] = {}
         for step in reversed(self.steps()):
             try:
-                return self._read(step, like)
+                found = self._read(step, like)
             except Exception as error:  # noqa: BLE001 - a damaged file fails in as many ways as there are readers
-                failures.append(f"step {step}: {_first_line(error)}")
-                warnings.warn(f"checkpoint of {failures[-1]}; trying the one before.", TrainWarning, stacklevel=2)
+                failures[step] = f"step {step}: {_first_line(error)}"
+                warnings.warn(f"checkpoint of {failures[step]}; trying the one before.", TrainWarning, stacklevel=2)
+            else:
+                self._set_aside(failures)
+                return found
         if failures:
-            raise CheckpointError(f"no checkpoint can be read. {' '.join(failures)} Give another --dir to start anew.")
+            raise CheckpointError(f"no checkpoint can be read. {' '.join(failures.values())} Give another --dir to start anew.")
         return None
+
+    def _set_aside(self, steps: Iterable[int]) -> None:
+        """Moves checkpoints out of the way, into the folder `damaged` beside this one."""
+        if jax.process_index() == 0:
+            for step in steps:
+                place = self._folder.parent / DAMAGED_FOLDER
+                place.mkdir(exist_ok=True)
+                (self._folder / f"step_{step}").rename(place / f"step_{step}-{time.time_ns()}")
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("damaged checkpoints set aside")
+        self._manager.reload()
 
     def _read(self, step: int, like: State) -> Restored:
         args = ocp.args.Composite(
-            state=ocp.args.StandardRestore(like),  # type: ignore[call-arg]
+            state=ocp.args.StandardRestore({_ROOT: like}),  # type: ignore[call-arg]
             record=ocp.args.JsonRestore(),
         )
         found = self._manager.restore(step, args=args)
         record = msgspec.convert(found["record"], Record)
-        state = rebuild(found["state"])
+        state = rebuild(found["state"][_ROOT])
         wrong = [name for name, number in fingerprints(state).items() if record.fingerprints.get(name) != number]
         if wrong:
             raise CheckpointError(f"damaged: the bits of {', '.join(wrong[:3])} are not those that were saved")

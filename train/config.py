@@ -5,7 +5,7 @@ an error that names the near miss.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -103,6 +103,7 @@ class RunConfig:
         peak_flops: FLOP/s of a device for the utilization; none = that of remat-kit's row of the device.
         cpu_devices: Devices that a CPU counts as; none = one, or what XLA_FLAGS says.
         compile_cache: Folder of JAX's compilation cache; none = no cache.
+        xla: Compiler options of the step, like xla_gpu_autotune_level=0.
         plot: Whether to draw the run at its end (needs matplotlib).
     """
 
@@ -117,6 +118,7 @@ class RunConfig:
     peak_flops: float | None = None
     cpu_devices: int | None = None
     compile_cache: str | None = None
+    xla: tuple[str, ...] = ()
     plot: bool = True
 
 
@@ -219,6 +221,21 @@ def check(config: TrainConfig) -> TrainConfig:
             f"warmup={config.optimizer.warmup} must be below steps={run.steps}: give --warmup {run.steps // 10} or --no-decay."
         )
     return config
+
+
+def pairs(option: str, texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Reads NAME=VALUE texts.
+
+    Raises:
+        ConfigError: One is not of this form.
+    """
+    found = []
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not (name and separator):
+            raise ConfigError(f"{option} {text!r} is not NAME=VALUE.")
+        found.append((name, value))
+    return tuple(found)
 
 
 def warmup_steps(config: TrainConfig) -> int:

@@ -24,13 +24,13 @@ class Promise:
         target: The target, as remat-kit spells it.
         device_kind: What JAX calls its devices.
         total_bytes: Compiled bytes of a device.
-        step_time_s: Predicted; None = the file doesn't say.
+        step_time_s: Predicted, a floor; None = the target's rates are not known.
     """
 
     target: str
     device_kind: str
     total_bytes: int
-    step_time_s: float | None = None
+    step_time_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,12 @@ def choose_plan(config: ModelConfig, step: Step) -> ChosenPlan:
 def _from_plan_file(path: Path, step: Step) -> ChosenPlan:
     found = remat_kit.load_plan(path, step=step)
     target = parse_target(found.target, load_rows())
-    promise = Promise(target=found.target, device_kind=target.device_kind, total_bytes=found.proof.compiled_total_bytes)
+    promise = Promise(
+        target=found.target,
+        device_kind=target.device_kind,
+        total_bytes=found.proof.compiled_total_bytes,
+        step_time_s=found.proof.step_s,
+    )
     plan = parse_plan("none") if found.wraps else found.stack_plan
     return ChosenPlan(plan=plan, wraps=dict(found.wraps), source=str(path), promise=promise)
 

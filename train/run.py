@@ -17,7 +17,7 @@ import msgspec
 from models import ModelStep
 from remat_kit import Step
 from remat_kit.files import default_mode, write_whole
-from train.build import Built, build_steps
+from train.build import Built, build_steps, compile_step
 from train.checkpoints import Checkpoints, Record, Restored, abstract_batch, installed_versions
 from train.config import TrainConfig, to_mapping
 from train.data import Splits, load_splits
@@ -84,7 +84,6 @@ def train(config: TrainConfig, devices: Sequence[jax.Device], *, resume: str | N
     if jax.process_index() == 0:
         store_config(config, folder)
     _announce(config, built, splits, tell)
-    compiled = jax.jit(built.step.fn, donate_argnums=built.step.donate).lower(*built.step.args).compile()
     checkpoints = Checkpoints(folder / CHECKPOINTS_FOLDER, keep=config.run.keep)
     try:
         run = Prepared(
@@ -92,7 +91,7 @@ def train(config: TrainConfig, devices: Sequence[jax.Device], *, resume: str | N
             folder=folder,
             built=built,
             splits=splits,
-            compiled=compiled,
+            compiled=compile_step(built),
             checkpoints=checkpoints,
             tell=tell,
         )

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 State = Any
 
@@ -51,11 +50,15 @@ def fingerprints(state: State) -> dict[str, int]:
         Path of the leaf -> an unsigned 32-bit number.
     """
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
-    numbers = {name: _hash(leaf) for name, leaf in leaves.items()}
-    return {name: int(np.asarray(jax.device_get(number))) for name, number in numbers.items()}
+    return {name: int(number) for name, number in jax.device_get(_hashes(leaves)).items()}
 
 
+# One program for all: several at a time, each with collectives, can wait for each other forever between processes of a CPU.
 @jax.jit
+def _hashes(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: _hash(leaf) for name, leaf in leaves.items()}
+
+
 def _hash(leaf: jax.Array) -> jax.Array:
     """Sum of the words, each times an odd number of its place, modulo 2^32."""
     # Values of less than a byte can't be looked at as words.
