@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         ApplyError,
         BudgetError,
         CompileError,
+        IdleRuleWarning,
         PolicyError,
         RematKitError,
         RematWarning,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from remat_kit.verbs.compare import compare
     from remat_kit.verbs.explain import explain, load_explanation
     from remat_kit.verbs.load_plan import load_plan
+    from remat_kit.verbs.parity import check_parity
     from remat_kit.verbs.plan import plan, plan_targets
     from remat_kit.verbs.plan_more import plan_frontier, plan_largest
     from remat_kit.verbs.plan_settings import PlanSettings
@@ -38,6 +40,7 @@ _MODULES = {
     "ApplyError": "errors",
     "BudgetError": "errors",
     "CompileError": "errors",
+    "IdleRuleWarning": "errors",
     "Knobs": "step",
     "Plan": "plans",
     "PlanSettings": "verbs.plan_settings",
@@ -51,6 +54,7 @@ _MODULES = {
     "Step": "step",
     "StepError": "errors",
     "TargetError": "errors",
+    "check_parity": "verbs.parity",
     "compare": "verbs.compare",
     "explain": "verbs.explain",
     "load_explanation": "verbs.explain",
@@ -74,6 +78,7 @@ __all__ = [
     "ApplyError",
     "BudgetError",
     "CompileError",
+    "IdleRuleWarning",
     "Knobs",
     "Plan",
     "PlanSettings",
@@ -87,7 +92,10 @@ __all__ = [
     "Step",
     "StepError",
     "TargetError",
+    "check_parity",
     "compare",
+    "explain",
+    "load_explanation",
     "load_plan",
     "parse_plan",
     "parse_policy",

@@ -220,12 +220,15 @@ REMAT3_ASKS_POLICIES = jax.__version_info__ >= (0, 12)
 """Whether jax_remat3 asks a policy callable about names; before, it takes every callable for "save nothing"."""
 
 
+GPU_OFFLOAD_PASS = "dynamic-slice-annotator"
+"""The compiler's pass that makes the fault below; without it there is none."""
+
 GPU_OFFLOAD_FAULT = (
     None
     if jaxlib.version.__version_info__ >= (0, 11, 2)
     else f"jaxlib {jaxlib.__version__} reads values offloaded inside a loop back in the wrong order on GPUs, so that gradients "
     "are silently wrong (openxla/xla#46231, put right in 0.11.2): update jaxlib, or set "
-    "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator."
+    f"XLA_FLAGS=--xla_disable_hlo_passes={GPU_OFFLOAD_PASS}."
 )
 """What is wrong with offloading on GPUs in this version; None = nothing known.
 

@@ -6,6 +6,7 @@ compile.
 
 import dataclasses
 import functools
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
@@ -13,13 +14,15 @@ from typing import Any, assert_never
 import jax
 import msgspec
 
+from remat_kit import _jax
 from remat_kit.analysis.findings import check_remedies
 from remat_kit.apply.casts import CastPlace, place_casts
 from remat_kit.apply.paths import rematerialize
 from remat_kit.compile.cache import Cache
 from remat_kit.compile.compiler import compile_lowered, compile_with_dump
+from remat_kit.compile.environment import compiler_flags
 from remat_kit.compile.topology import devices_for, identify
-from remat_kit.errors import PolicyError, RematKitError
+from remat_kit.errors import IdleRuleWarning, PolicyError, RematKitError
 from remat_kit.findings import Change, Finding, Measured
 from remat_kit.grammar import parse_plan
 from remat_kit.graph import StepGraph
@@ -94,7 +97,7 @@ def measure(question: Question) -> Answer:
     prepared = prepare(question)
     program = _with_casts(prepared.traced, question.casts)
     compiled = compile_lowered(program.lower(), target=prepared.target, xla_options=question.xla, cache=_cache(question))
-    return _answer(prepared, compiled)
+    return _answer(question, prepared, compiled)
 
 
 def _with_casts(traced: Traced, place: str | None) -> Any:
@@ -118,7 +121,7 @@ def explain(question: Question) -> Insides:
     compiled, texts = compile_with_dump(
         traced.program.lower(), target=prepared.target, xla_options=question.xla, cache=_cache(question)
     )
-    measured = _answer(prepared, compiled)
+    measured = _answer(question, prepared, compiled)
     insides = dissect(measured, texts, question=question, target=prepared.target, step=traced.step, graph=traced.graph)
     return dataclasses.replace(insides, findings=_check_remedies(question, insides))
 
@@ -134,10 +137,20 @@ def _measured(answer: Answer) -> Measured:
     return Measured(total_bytes=answer.compiled.device.total_bytes, flops=answer.trace.flops)
 
 
-def _answer(prepared: Prepared, compiled: CompiledStep) -> Answer:
+def _answer(question: Question, prepared: Prepared, compiled: CompiledStep) -> Answer:
     traced = prepared.traced
     findings = tuple(finding.message for finding in report_graph(traced.graph).findings)
-    return Answer(trace=traced.trace, baseline=prepared.baseline.trace, compiled=compiled, notes=(*traced.step.notes, *findings))
+    notes = (*traced.step.notes, *findings, *_offload_notes(question, prepared))
+    return Answer(trace=traced.trace, baseline=prepared.baseline.trace, compiled=compiled, notes=notes)
+
+
+def _offload_notes(question: Question, prepared: Prepared) -> tuple[str, ...]:
+    """What this jaxlib gets wrong when a step that keeps values in host memory runs on a GPU."""
+    fault = _jax.GPU_OFFLOAD_FAULT
+    flags = (*compiler_flags(), *question.xla, *prepared.target.compiler_options)
+    if fault is None or prepared.target.platform != "cuda" or any(_jax.GPU_OFFLOAD_PASS in str(value) for _, value in flags):
+        return ()
+    return (fault,) if any(value.is_on_host for value in prepared.traced.graph.values) else ()
 
 
 def _cache(question: Question) -> Cache | None:
@@ -179,7 +192,9 @@ def _trace(
     if donate is not None:
         step = dataclasses.replace(step, donate=donate)
     try:
-        program = jax.jit(step.fn, donate_argnums=step.donate).trace(*step.args)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", IdleRuleWarning)  # the findings say it, and more
+            program = jax.jit(step.fn, donate_argnums=step.donate).trace(*step.args)
     except RematKitError:
         raise
     except Exception as error:
