@@ -5,17 +5,25 @@ Steps are those of `faulty_steps`, compiled for CPU and, where CPU can't show th
 
 import dataclasses
 import functools
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import msgspec
 import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
 
-from remat_kit.analysis.findings import check_remedies, same_numbers
+from remat_kit import remat
+from remat_kit.analysis.findings import StepFacts, check_remedies, find_findings, same_numbers
 from remat_kit.compile.pool import Worker
-from remat_kit.errors import CompileError
+from remat_kit.errors import CompileError, IdleRuleWarning
 from remat_kit.findings import Change, Finding, FindingKind, Measured, Remedy, Verdict
 from remat_kit.memory import PeakKind
 from remat_kit.records import CompareRow, Status
-from remat_kit.verbs.question import Insides, Question, Task
+from remat_kit.trace import graph_of, report_graph, summarise
+from remat_kit.trace.residuals import residual_report
+from remat_kit.verbs.question import Answer, Insides, Question, Task
 
 DEPTH, BATCH, SEQ, WIDTH, VOCAB = 6, 8, 256, 256, 4096
 FF = 4 * WIDTH
@@ -30,13 +38,13 @@ def explained():
     with Worker() as worker:
 
         @functools.cache
-        def ask(**given) -> Insides:
+        def ask(task=Task.EXPLAIN, **given) -> Insides | Answer:
             names = {field.name for field in dataclasses.fields(Question)}
             settings = {name: value for name, value in given.items() if name in names}
             options = tuple((name, str(value).lower()) for name, value in given.items() if name not in names)
             defaults = {"policy": "full", "most_checks": 0}
-            question = Question(task=Task.EXPLAIN, factory="tests.faulty_steps:step", options=options, **(defaults | settings))
-            return msgspec.convert(worker.ask(msgspec.to_builtins(question)), Insides)
+            question = Question(task=task, factory="tests.faulty_steps:step", options=options, **(defaults | settings))
+            return msgspec.convert(worker.ask(msgspec.to_builtins(question)), Insides if task is Task.EXPLAIN else Answer)
 
         yield ask
 
@@ -76,6 +84,18 @@ def test_a_cast_outside_the_scan_keeps_a_copy_of_all_weights(explained, target, 
     assert "the step casts them" in finding.message
     assert finding.source.startswith("tests/faulty_steps.py:")
     assert kinds(insides) == [FindingKind.WEIGHT_COPIES]
+
+
+@pytest.mark.parametrize("target", ["h100", "cpu"])
+def test_the_other_placement_of_a_cast_compiles_like_a_step_written_so(explained, target):
+    outside, inside = explained(fault="cast outside", target=target), explained(target=target)
+    moved_inside = explained(fault="cast outside", target=target, most_checks=1).findings[0].checked
+    assert moved_inside is not None
+    assert moved_inside.after is not None
+    assert moved_inside.after.total_bytes == pytest.approx(inside.memory.peak_bytes, rel=0.01)
+    assert (moved_inside.verdict is Verdict.GAIN) == (inside.memory.peak_bytes < outside.memory.peak_bytes)
+    moved_outside = explained(Task.MEASURE, target=target, casts="outside").compiled.device.total_bytes
+    assert moved_outside == pytest.approx(outside.memory.peak_bytes, rel=0.01)
 
 
 def test_a_name_on_a_blocks_output_saves_nothing(explained):
@@ -155,6 +175,61 @@ def test_a_state_that_fills_the_memory_is_said_with_what_would_help(explained):
     assert finding.remedy is not None
     assert "8-bit moments take" in finding.remedy.text
     assert FindingKind.STATE_FILLS_MEMORY not in kinds(explained(budget_bytes=4 * state))
+
+
+def test_every_kind_is_documented():
+    text = (Path(__file__).parents[1] / "docs" / "findings.md").read_text(encoding="utf-8")
+    assert [kind for kind in FindingKind if f"| `{kind}`" not in text] == []
+
+
+@pytest.mark.parametrize(("policy", "grows"), [("offload(up)", True), ("offload(in)", False)])
+def test_offloading_that_takes_more_of_the_device_than_recomputing(explained, policy, grows):
+    insides = explained(policy=policy, target="h100", most_checks=1)
+    assert kinds(insides) == [FindingKind.OFFLOAD_GROWS_DEVICE] * grows
+    recomputed = explained(target="h100").memory.peak_bytes
+    assert (insides.memory.peak_bytes > recomputed) == grows
+    if grows:
+        assert insides.findings[0].bytes_at_stake == insides.memory.peak_bytes - recomputed
+        assert insides.findings[0].names == ("up",)
+
+
+@pytest.mark.parametrize(("cost", "kinds_found"), [(None, [FindingKind.UNKNOWN_KERNEL]), (10, [])])
+def test_a_kernel_without_a_price(explained, cost, kinds_found):
+    def double(x_ref, y_ref):
+        y_ref[...] = 2 * x_ref[...]
+
+    estimate = None if cost is None else pl.CostEstimate(flops=cost, transcendentals=0, bytes_accessed=0)
+    x = jax.ShapeDtypeStruct((8, 128), "float32")
+    kernel = pl.pallas_call(double, out_shape=x, name="double", cost_estimate=estimate)
+    graph = graph_of(jax.jit(kernel).trace(x), (x,))
+    insides, trace = explained(), summarise(graph)
+    facts = StepFacts(
+        policy="none",
+        platform="tpu",
+        budget_bytes=None,
+        stacks=(),
+        donate=(),
+        num_leaves=(1,),
+        graph=graph,
+        residuals=report_graph(graph),
+        trace=trace,
+        baseline=trace,
+        arguments=(),
+        memory=insides.memory,
+        work=insides.work,
+    )
+    found = find_findings(facts)
+    assert [(each.kind, each.names) for each in found] == [(kind, ("double",)) for kind in kinds_found]
+
+
+def test_a_name_that_no_value_has():
+    def loss(x):
+        return remat(lambda x: jnp.sin(checkpoint_name(jnp.sin(x), "inner")), "save(iner)")(x).sum()
+
+    with pytest.warns(IdleRuleWarning, match="no value is named 'iner'"):  # remat says it too, where it is used
+        (finding, *_) = residual_report(loss, jnp.ones(3)).findings
+    assert finding.kind is FindingKind.NAME_UNMATCHED
+    assert finding.message.endswith("Did you mean 'inner'?")
 
 
 def rows(*pairs):

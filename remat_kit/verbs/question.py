@@ -51,7 +51,7 @@ class Question:
         xla: Pairs of compiler option and value.
         cache_dir: Folder of the compile cache; None = no cache.
         donate: Positions of the arguments to donate; None = those that the step names.
-        casts: Where stacked weights are cast (`apply.casts.CastPlace`); None = where the step does it.
+        casts: Where stacked weights are cast (`apply.casts.CastPlace`); None = where the step does it. Measured only.
         budget_bytes: What an explanation is held against; None = no budget.
         most_checks: Remedies of findings that an explanation compiles.
     """
