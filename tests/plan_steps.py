@@ -45,8 +45,10 @@ def layers_loss(policies, *, chunk=16):
     return loss
 
 
-def layers(policies, devices, *, batch: int = 32, seq: int = 16, depth: int = 8, width: int = 32, chunk: int = 16) -> Step:
-    """A stack that mixes policies; `seq` is at most 64."""
+def layers(
+    policies, devices, *, batch: int = 32, seq: int = 16, depth: int = 8, width: int = 32, chunk: int = 16, mixes: bool = True
+) -> Step:
+    """A stack that may mix policies; `seq` is at most 64."""
     if seq > 64:
         raise StepError(f"seq={seq}: at most 64.")
     loss = layers_loss(policies, chunk=chunk)
@@ -56,7 +58,7 @@ def layers(policies, devices, *, batch: int = 32, seq: int = 16, depth: int = 8,
         args=args,
         donate=(0,),
         roles=("parameters", "batch"),
-        stacks=(Stack(name="layers", num_layers=depth, accepts_mixed=True),),
+        stacks=(Stack(name="layers", num_layers=depth, accepts_mixed=mixes),),
         knobs=Knobs(batch="batch", seq="seq", depth="depth"),
         alternatives=(Alternative(text=f"a chunk of 1 instead of {chunk}", options={"chunk": "1"}),),
         init=lambda key: random_arrays(key, args),
@@ -70,7 +72,7 @@ def matmul_flops(*, batch=32, seq=16, width=32):
 
 def no_depth(policies, devices, *, batch: int = 32, seq: int = 16) -> Step:
     """The same without options that say what they are."""
-    made = layers(policies, devices, batch=batch, seq=seq)
+    made = layers(policies, devices, batch=batch, seq=seq, mixes=False)
     return Step(fn=made.fn, args=made.args, donate=made.donate, stacks=made.stacks, init=made.init)
 
 

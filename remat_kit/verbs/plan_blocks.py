@@ -60,9 +60,7 @@ def rates_of(target: Target) -> Rates | None:
     """What a device of the target does in a second; None = not known."""
     if target.flops_per_s is None or target.memory_bytes_per_s is None:
         return None
-    return Rates(
-        flops_per_s=target.flops_per_s, bytes_per_s=target.memory_bytes_per_s, link_bytes_per_s=target.link_bytes_per_s
-    )
+    return Rates(flops_per_s=target.flops_per_s, bytes_per_s=target.memory_bytes_per_s, link_bytes_per_s=target.link_bytes_per_s)
 
 
 def _stacks(step: Step, graph: StepGraph, rates: Rates) -> tuple[StackBlocks, ...]:
