@@ -280,6 +280,9 @@ class PlanCurve:
     notes: tuple[str, ...] = ()
 
 
+MAXIMIZED_KNOBS = ("batch", "seq")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestStep:
     """The largest batch or sequence that fits, and its plan.

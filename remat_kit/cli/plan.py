@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import click
 
@@ -21,12 +21,12 @@ from remat_kit.cli.common import (
     traceback_option,
 )
 from remat_kit.plan_file import check_suffix, write_plan
-from remat_kit.planning import LargestStep, Objective, PlanCurve, PlanTable, StepPlan
+from remat_kit.planning import MAXIMIZED_KNOBS, LargestStep, Objective, PlanCurve, PlanTable, StepPlan
 from remat_kit.report.plan import curve_json, largest_json, plan_json, sections_markdown, table_json, write_sections
 from remat_kit.report.plan_sections import Section, curve_sections, largest_sections, plan_sections, table_sections
-from remat_kit.verbs.plan import plan_target, plan_targets
-from remat_kit.verbs.plan_more import KNOBS, plan_frontier, plan_largest
-from remat_kit.verbs.plan_settings import PlanSettings
+
+if TYPE_CHECKING:
+    from remat_kit.verbs.plan_settings import PlanSettings
 
 _Answer: TypeAlias = StepPlan | PlanTable | PlanCurve | LargestStep
 
@@ -42,7 +42,7 @@ _Answer: TypeAlias = StepPlan | PlanTable | PlanCurve | LargestStep
     help="What is made least of. Default: time, or flops where the target's rates are unknown.",
 )
 @click.option("--frontier", is_flag=True, help="The best plan at every budget.")
-@click.option("--maximize", "knob", type=click.Choice(KNOBS), help="The largest that fits, with its plan.")
+@click.option("--maximize", "knob", type=click.Choice(MAXIMIZED_KNOBS), help="The largest that fits, with its plan.")
 @click.option(
     "--offload",
     type=click.FloatRange(0, 1),
@@ -85,6 +85,8 @@ def command(
 
     STEP is a step factory, module:function, like models:gpt2_small. Several targets give one row each.
     """
+    from remat_kit.verbs.plan_settings import PlanSettings  # brings scipy, for which the other commands need not wait
+
     check_folder(out)
     _check_one_target(targets, frontier=frontier, knob=knob, out=out)
     with errors_as_messages(show_traceback=traceback):
@@ -120,7 +122,10 @@ def _check_one_target(targets: tuple[str, ...], *, frontier: bool, knob: str | N
         raise click.UsageError("--frontier, --maximize and --out are for one --target.")
 
 
-def _ask(step: str, targets: tuple[str, ...], settings: PlanSettings, *, frontier: bool, knob: str | None) -> _Answer:
+def _ask(step: str, targets: tuple[str, ...], settings: "PlanSettings", *, frontier: bool, knob: str | None) -> _Answer:
+    from remat_kit.verbs.plan import plan_target, plan_targets
+    from remat_kit.verbs.plan_more import plan_frontier, plan_largest
+
     if frontier:
         return plan_frontier(step, target=targets[0], settings=settings)
     if knob is not None:

@@ -13,14 +13,13 @@ from remat_kit.planner.frontier import FrontierPoint, Maximum, compile_points, f
 from remat_kit.planner.layout import Layout, PlannedStack, uniform
 from remat_kit.planner.ledger import Ledger
 from remat_kit.planner.search import calibrate, calibration_depths
-from remat_kit.planning import CurvePoint, LargestStep, Objective, PlanCurve
+from remat_kit.planning import MAXIMIZED_KNOBS, CurvePoint, LargestStep, Objective, PlanCurve
 from remat_kit.verbs.plan import objective_of, plan_in, planned_stacks
 from remat_kit.verbs.plan_question import StepBlocks
 from remat_kit.verbs.plan_session import PlanQuestion, Session, ask_blocks, compile_plan, measure_of, with_modules
 from remat_kit.verbs.plan_settings import LIMITS, PlanSettings, read_question
 from remat_kit.verbs.question import step_name
 
-KNOBS = ("batch", "seq")
 SEQ_STEP = 128
 """Tokens that sequences are a multiple of: the blocks of fused attention kernels."""
 
@@ -138,8 +137,8 @@ def plan_largest(
 
 def _option_of(blocks: StepBlocks, knob: str) -> tuple[str, int]:
     """The option that a knob is, and its value."""
-    if knob not in KNOBS:
-        raise StepError(f"{knob!r} can't be maximized: choose from {', '.join(KNOBS)}.")
+    if knob not in MAXIMIZED_KNOBS:
+        raise StepError(f"{knob!r} can't be maximized: choose from {', '.join(MAXIMIZED_KNOBS)}.")
     option = dict(blocks.knobs).get(knob)
     if option is None:
         raise StepError(f"the step says of no option that it is the {knob}: add knobs=Knobs({knob}='…') to its Step.")
