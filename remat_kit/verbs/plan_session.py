@@ -136,10 +136,10 @@ def _ask(session: Session, asked: PlanQuestion, question: Question, kind: type[_
 
 
 def _looked_into(session: Session, asked: PlanQuestion, question: Question, plan: str) -> Answer:
-    """Compiles and counts collectives in one go; where the dump can't be read, compiles only."""
+    """Compiles and counts collectives in one go; where there is no dump, or it can't be read, compiles only."""
     try:
-        insides = _ask(session, asked, dataclasses.replace(question, task=Task.EXPLAIN), Insides)
-    except DumpError:
+        insides = _ask(session, asked, dataclasses.replace(question, task=Task.EXPLAIN, most_checks=0), Insides)
+    except (DumpError, CompileError):
         return _ask(session, asked, question, Answer)
     session.wire_bytes[plan] = sum(each.wire_bytes * each.count for each in insides.work.collectives)
     return insides.measured
