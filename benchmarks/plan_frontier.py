@@ -17,20 +17,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from remat_kit.compile.environment import prepare_environment
+import remat_kit
+from benchmarks.plan_truth import miss_of, say
+from models.config import llama3
+from models.steps import StepOptions, make_step
+from remat_kit.planning import PlanResult
+from remat_kit.policy import Action
+from remat_kit.presets import PRESETS
+from remat_kit.records import CompareRow
 
-prepare_environment()
-
-from benchmarks.plan_measure import PlannedStep, planned_step  # noqa: E402
-from benchmarks.plan_truth import miss_of  # noqa: E402
-from models.config import llama3  # noqa: E402
-from models.steps import StepOptions, make_step  # noqa: E402
-from remat_kit import Policies, Step  # noqa: E402
-from remat_kit.planner.search import find_plan  # noqa: E402
-from remat_kit.planning import Measured, Objective, PlanResult  # noqa: E402
-from remat_kit.policy import Action  # noqa: E402
-from remat_kit.presets import PRESETS  # noqa: E402
-
+STEP = "benchmarks.plan_frontier:llama"
 CONFIG = llama3(16, 2048, 16, num_kv_heads=4, d_ff=8192, vocab_size=32_000)
 NAMES = ("q", "k", "v", "attn", "attn_out", "gate", "up")
 SHARES = (5, 10, 20, 30, 40, 50, 60, 70, 80, 90)
@@ -39,7 +35,9 @@ MAX_WHOLE, MAX_COMPILES = 4, 12
 GiB = 2**30
 
 
-def llama(policies: Policies, devices: Sequence[Any], *, batch: int = 8, seq: int = 4096, layers: int = 16) -> Step:
+def llama(
+    policies: remat_kit.Policies, devices: Sequence[Any], *, batch: int = 8, seq: int = 4096, layers: int = 16
+) -> remat_kit.Step:
     """The training step that this benchmark plans for."""
     return make_step(CONFIG, policies, devices, StepOptions(batch=batch, seq=seq, layers=layers))
 
@@ -57,8 +55,8 @@ class Row:
 
     share: int
     result: PlanResult
-    uniform: Measured
-    preset: Measured
+    uniform: int
+    preset: int
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -67,7 +65,7 @@ class Row:
         checks = {
             "over the budget": not result.fits,
             "uses too little": result.compiled_total_bytes < LEAST_USED * result.budget_bytes,
-            "a uniform policy is better": result.recompute_flops > self.uniform.recompute_flops,
+            "a uniform policy is better": result.recompute_flops > self.uniform,
             "too many compiles": result.full_compiles > MAX_WHOLE or result.compiles > MAX_COMPILES,
         }
         return tuple(text for text, is_fault in checks.items() if is_fault)
@@ -79,65 +77,55 @@ def uniform_policies() -> list[str]:
     return [f"save({','.join(names)})" if names else "full" for names in subsets]
 
 
-def measured(step: PlannedStep, policies: Sequence[str]) -> list[Measured]:
-    """Each policy, compiled whole."""
-    found = []
-    for number, policy in enumerate(policies):
-        found.append(step.measure(policy, None))
-        _tell(f"{number + 1:4} of {len(policies)}  {policy:40} {found[-1].total_bytes / GiB:8.3f} GiB")
-    return found
-
-
-def rows_of(step: PlannedStep, shares: Sequence[int]) -> list[Row]:
+def rows_of(target: str, shares: Sequence[int]) -> list[Row]:
     """Plans for every budget."""
-    uniform = measured(step, uniform_policies())
-    presets = measured(step, ["full", *(name for name, row in PRESETS.items() if row.action is Action.SAVE)])
-    low = uniform[0].total_bytes
-    high = min(item.total_bytes for item in uniform if item.recompute_flops == 0)
-    stacks = step.stacks(Objective.FLOPS)
+    policies = uniform_policies()
+    presets = ["full", *(name for name, row in PRESETS.items() if row.action is Action.SAVE)]
+    compared = remat_kit.compare(STEP, policies=[*policies, *presets[1:]], targets=[target], progress=_tell).rows
+    found = {row.policy: row for row in compared}
+    uniform = [found[policy] for policy in policies]
+    low = _total(found["full"])
+    high = min(_total(row) for row in uniform if row.recompute_flops == 0)
     rows = []
     for share in shares:
         budget = low + (high - low) * share // 100
-        result = find_plan(stacks, budget_bytes=budget, measure=step.measure, objective=Objective.FLOPS)
-        rows.append(Row(share=share, result=result, uniform=_best(uniform, budget), preset=_best(presets, budget)))
-        _tell(f"{share} %: {result.plan}")
+        result = remat_kit.plan(STEP, target=target, budget=budget, objective="flops", progress=_tell).result
+        least, preset = (_least_recompute(group, budget) for group in (uniform, [found[name] for name in presets]))
+        rows.append(Row(share=share, result=result, uniform=least, preset=preset))
     return rows
 
 
-def _best(found: Sequence[Measured], budget: int) -> Measured:
-    return min((item for item in found if item.total_bytes <= budget), key=lambda item: item.recompute_flops)
+def _total(row: CompareRow) -> int:
+    assert row.total_bytes is not None, row.error
+    return row.total_bytes
+
+
+def _least_recompute(rows: Sequence[CompareRow], budget: int) -> int:
+    return min(row.recompute_flops or 0 for row in rows if _total(row) <= budget)
 
 
 def print_rows(rows: Sequence[Row], *, has_log: bool) -> bool:
     """Prints the table and says whether every bound holds."""
-    _say("share  budget GiB  compiled     used  predicted  compiles  recompute  of uniform  of preset  plan")
-    ratios = [
-        (row.result.recompute_flops / row.uniform.recompute_flops, row.result.recompute_flops / row.preset.recompute_flops)
-        for row in rows
-    ]
+    say("share  budget GiB  compiled     used  predicted  compiles  recompute  of uniform  of preset  plan")
+    ratios = [(row.result.recompute_flops / row.uniform, row.result.recompute_flops / row.preset) for row in rows]
     for row, (of_uniform, of_preset) in zip(rows, ratios, strict=True):
         result, total = row.result, row.result.compiled_total_bytes
         assert result.predicted_total_bytes is not None
-        _say(
+        say(
             f"{row.share:4} % {result.budget_bytes / GiB:11.3f} {total / GiB:9.3f} {total / result.budget_bytes:8.1%} "
             f"{result.predicted_total_bytes / total - 1:+9.2%}  {result.full_compiles:2} of {result.compiles:2} "
             f"{result.recompute_flops / result.flops:10.2%} {of_uniform:11.3f} {of_preset:10.3f}  {result.plan}"
             + "".join(f"  <- {fault}" for fault in row.faults)
         )
         for entry in result.log if has_log else ():
-            _say(f"          {entry.depth or 'all':>4} {entry.total_bytes / GiB:8.3f} {miss_of(entry)}  {entry.plan}")
+            say(f"          {entry.depth or 'all':>4} {entry.total_bytes / GiB:8.3f} {miss_of(entry)}  {entry.plan}")
     means = tuple(statistics.mean(column) for column in zip(*ratios, strict=True))
-    _say(f"mean of the best uniform policy {means[0]:.3f}, of the best preset {means[1]:.3f}")
+    say(f"mean of the best uniform policy {means[0]:.3f}, of the best preset {means[1]:.3f}")
     return means[0] <= MOST_OF_UNIFORM and means[1] <= MOST_OF_PRESET and not any(row.faults for row in rows)
 
 
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
-def _tell(line: str) -> None:
-    sys.stderr.write(line + "\n")
+def _tell(what: str, index: int, total: int) -> None:
+    sys.stderr.write(f"{index + 1:4} of {total}  {what}\n")
 
 
 def main() -> int:
@@ -147,8 +135,7 @@ def main() -> int:
     parser.add_argument("--share", type=int, action="append", choices=SHARES)
     parser.add_argument("--log", action="store_true", help="every compile of every plan, and by how much it was mispredicted")
     options = parser.parse_args()
-    step = planned_step("benchmarks.plan_frontier:llama", target=options.target, options={})
-    return 0 if print_rows(rows_of(step, options.share or SHARES), has_log=options.log) else 1
+    return 0 if print_rows(rows_of(options.target, options.share or SHARES), has_log=options.log) else 1
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python -m benchmarks.plan_truth
     python -m benchmarks.plan_truth --case gpt2 --log
 
-Each plan: its budget (a part of the way from full remat's total to that of saving every name worth saving), the total predicted
+Each plan: its budget (a part of the way from the total of full remat to that of none), the total predicted
 from compiles at small depths, the compiled one, and how many compiles it took. `gpt2_flax` is `FlaxGPT2LMHeadModel` of
 transformers, unmodified: 12 layers that are modules one after the other, planned by the paths of their modules. 1 where a
 prediction is off by more than 2 %, a plan is over its budget or took too many compiles.
@@ -16,19 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from remat_kit.compile.environment import prepare_environment
+import jax
+import jax.numpy as jnp
+import optax
 
-prepare_environment()
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import optax  # noqa: E402
-
-from benchmarks.plan_measure import planned_step  # noqa: E402
-from remat_kit import Knobs, Policies, Step  # noqa: E402
-from remat_kit.planner.layout import PlannedStack, uniform  # noqa: E402
-from remat_kit.planner.search import find_plan  # noqa: E402
-from remat_kit.planning import LogEntry, Measure, Objective, PlanResult  # noqa: E402
+import remat_kit
+from remat_kit import Knobs, Policies, Step
+from remat_kit.planning import LogEntry, PlanResult
 
 MOST_OFF = 0.02
 MAX_WHOLE, MAX_COMPILES = 4, 12
@@ -44,7 +38,7 @@ class Case:
         target: Its text.
         options: Of the factory.
         pattern: Of the layers of a model that nobody edits.
-        shares: Budgets, in percent of the way from full remat to no recompute.
+        shares: Budgets, in percent of the way from the total of full remat to that of none.
     """
 
     step: str
@@ -58,8 +52,8 @@ GPT2_FLAX = "benchmarks.plan_truth:gpt2_flax"
 CASES = {
     "gpt2_small h100": Case(step="models:gpt2_small", target="h100"),
     "gpt2_small v5e": Case(step="models:gpt2_small", target="v5e", shares=(50,)),
-    "gpt2_flax h100": Case(step=GPT2_FLAX, target="h100", pattern="transformer/h/*"),
-    "llama3_8b h100:8": Case(step="models:llama3_8b", target="h100:8"),
+    "gpt2_flax h100": Case(step=GPT2_FLAX, target="h100", pattern="transformer/h/*", shares=(40,)),
+    "llama3_8b h100:8": Case(step="models:llama3_8b", target="h100:8", shares=(30, 60)),
     "llama3_8b v5p:2x2x4": Case(step="models:llama3_8b", target="v5p:2x2x4", shares=(50,)),
 }
 
@@ -97,18 +91,24 @@ def gpt2_flax(policies: Policies, devices: Sequence[Any], *, batch: int = 8, seq
 
 def plans_of(case: Case) -> list[PlanResult]:
     """A plan for every budget of a case."""
-    step = planned_step(case.step, target=case.target, options=case.options, pattern=case.pattern)
-    stacks = step.stacks(Objective.FLOPS)
-    low, high = ends(stacks, step.measure)
+    wraps = () if case.pattern is None else (case.pattern,)
+    plain = ("full", "none")
+    rows = remat_kit.compare(
+        case.step,
+        policies=() if wraps else plain,
+        wraps=[{pattern: policy} for policy in plain for pattern in wraps],
+        targets=[case.target],
+        options=case.options,
+    ).rows
+    low, high = (row.total_bytes or 0 for row in rows)
+    assert low and high, [row.error for row in rows]
     budgets = [low + (high - low) * share // 100 for share in case.shares]
-    return [find_plan(stacks, budget_bytes=budget, measure=step.measure, objective=Objective.FLOPS) for budget in budgets]
-
-
-def ends(stacks: Sequence[PlannedStack], measure: Measure) -> tuple[int, int]:
-    """Totals of full remat and of the leanest uniform plan that repeats nothing, as compiled."""
-    lean = uniform(stacks, [min(stack.choices, key=lambda choice: choice.saved_bytes) for stack in stacks])
-    rich = uniform(stacks, [min(stack.choices, key=lambda choice: (choice.flops, choice.saved_bytes)) for stack in stacks])
-    return measure(str(lean), None).total_bytes, measure(str(rich), None).total_bytes
+    return [
+        remat_kit.plan(
+            case.step, target=case.target, budget=budget, wraps=wraps, objective="flops", options=case.options, progress=_tell
+        ).result
+        for budget in budgets
+    ]
 
 
 def print_plans(name: str, case: Case, *, has_log: bool) -> bool:
@@ -120,13 +120,13 @@ def print_plans(name: str, case: Case, *, has_log: bool) -> bool:
         counts = result.full_compiles <= MAX_WHOLE and result.compiles <= MAX_COMPILES
         row_is_good = abs(off) <= MOST_OFF and result.fits and counts
         is_good &= row_is_good
-        _say(
+        say(
             f"{name:20} {share:3} % budget {result.budget_bytes / GiB:8.3f} GiB, compiled {total / GiB:8.3f} "
             f"({total / result.budget_bytes:6.1%}), predicted {off:+7.2%}, {result.full_compiles} of {result.compiles} whole, "
             f"recompute {result.recompute_flops / result.flops:6.2%}  {result.plan}{'' if row_is_good else '  <- missed'}"
         )
         for entry in result.log if has_log else ():
-            _say(f"    {entry.depth or 'all':>4} {entry.total_bytes / GiB:8.3f} {miss_of(entry)}  {entry.plan}")
+            say(f"    {entry.depth or 'all':>4} {entry.total_bytes / GiB:8.3f} {miss_of(entry)}  {entry.plan}")
     return is_good
 
 
@@ -135,9 +135,14 @@ def miss_of(entry: LogEntry) -> str:
     return "       " if entry.predicted_bytes is None else f"{entry.predicted_bytes / entry.total_bytes - 1:+7.2%}"
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Prints a line at once."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
+
+
+def _tell(what: str, index: int, total: int) -> None:
+    sys.stderr.write(f"{index + 1:4} of {total}  {what}\n")
 
 
 def main() -> int:

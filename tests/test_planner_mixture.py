@@ -13,7 +13,7 @@ from remat_kit.planner.options import StackOptions, filled
 GiB = 2**30
 
 
-def stack(num_layers, rows, *, max_segments=2):
+def stack(num_layers, rows, *, max_segments=2, min_layers=1):
     """Rows of (bytes, working bytes, cost, names)."""
     size, working, cost, names = zip(*rows, strict=True)
     return StackOptions(
@@ -23,6 +23,7 @@ def stack(num_layers, rows, *, max_segments=2):
         costs=tuple(float(item) for item in cost),
         num_names=names,
         max_segments=max_segments,
+        min_layers=min_layers,
     )
 
 
@@ -33,7 +34,9 @@ def every_count(options):
         for chosen in itertools.combinations(numbers, used):
             for cuts in itertools.combinations(range(1, options.num_layers), used - 1):
                 edges = (0, *cuts, options.num_layers)
-                yield tuple((option, edges[i + 1] - edges[i]) for i, option in enumerate(chosen))
+                layers = [end - start for start, end in itertools.pairwise(edges)]
+                if used == 1 or min(layers) >= options.min_layers:
+                    yield tuple(zip(chosen, layers, strict=True))
 
 
 def brute_force(stacks, room):
@@ -79,21 +82,21 @@ ROOMS = st.builds(
 
 
 @settings(max_examples=250, deadline=None)
-@given(ROWS, st.integers(1, 12), st.integers(1, 2), ROOMS)
-def test_one_stack_equals_brute_force(rows, num_layers, max_segments, room):
-    check([stack(num_layers, rows, max_segments=max_segments)], room)
+@given(ROWS, st.integers(1, 12), st.integers(1, 2), st.integers(1, 3), ROOMS)
+def test_one_stack_equals_brute_force(rows, num_layers, max_segments, min_layers, room):
+    check([stack(num_layers, rows, max_segments=max_segments, min_layers=min_layers)], room)
 
 
 @settings(max_examples=40, deadline=None)
-@given(ROWS, st.integers(1, 8), ROOMS)
-def test_three_segments_equal_brute_force(rows, num_layers, room):
-    check([stack(num_layers, rows, max_segments=3)], room)
+@given(ROWS, st.integers(1, 8), st.integers(1, 2), ROOMS)
+def test_three_segments_equal_brute_force(rows, num_layers, min_layers, room):
+    check([stack(num_layers, rows, max_segments=3, min_layers=min_layers)], room)
 
 
 @settings(max_examples=40, deadline=None)
-@given(ROWS, ROWS, st.integers(1, 4), st.integers(1, 4), ROOMS)
-def test_two_different_stacks_equal_brute_force(first, second, num_first, num_second, room):
-    check([stack(num_first, first[:3]), stack(num_second, second[:3])], room)
+@given(ROWS, ROWS, st.integers(1, 4), st.integers(1, 4), st.integers(1, 2), ROOMS)
+def test_two_different_stacks_equal_brute_force(first, second, num_first, num_second, min_layers, room):
+    check([stack(num_first, first[:3], min_layers=min_layers), stack(num_second, second[:3])], room)
     check([stack(num_first, first[:3], max_segments=3), stack(num_second, second[:3], max_segments=1)], room)
 
 

@@ -16,15 +16,12 @@ class Limits:
         max_whole: Compiles at full depth.
         max_compiles: All compiles.
         min_gain: A plan that is better by a smaller part of the best one's cost is not worth a compile.
-        optimism: When a plan that fits is at hand, others are tried that would fit if their layers kept fewer bytes than
-            expected, by so many standard deviations.
         num_probes: Small compiles of the policies that are least certain.
     """
 
     max_whole: int = 4
     max_compiles: int = 12
     min_gain: float = 0.002
-    optimism: float = 1.0
     num_probes: int = 2
 
 

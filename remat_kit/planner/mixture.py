@@ -81,8 +81,8 @@ def _best_pair(stack: StackOptions, room: Room) -> Counts | None:
     free = room.budget_bytes - room.fixed_bytes
     single = np.flatnonzero(size * stack.num_layers + working <= free)
     candidates: list[Pair] = [(int(option), int(option), stack.num_layers) for option in single]
-    if stack.max_segments > 1 and stack.num_layers > 1:
-        candidates += _pairs(size, cost, working, free, stack.num_layers)
+    if stack.max_segments > 1 and stack.num_layers >= 2 * stack.min_layers:
+        candidates += _pairs(stack, size, cost, working, free)
     if not candidates:
         return None
     costs = [cost[lean] * (stack.num_layers - rich_layers) + cost[rich] * rich_layers for lean, rich, rich_layers in candidates]
@@ -91,12 +91,13 @@ def _best_pair(stack: StackOptions, room: Room) -> Counts | None:
     return min(near, key=lambda counts: tie_key((stack,), counts))
 
 
-def _pairs(size: np.ndarray, cost: np.ndarray, working: np.ndarray, free: int, num_layers: int) -> list[Pair]:
+def _pairs(stack: StackOptions, size: np.ndarray, cost: np.ndarray, working: np.ndarray, free: int) -> list[Pair]:
+    num_layers = stack.num_layers
     lean, rich = np.nonzero((size[:, None] < size[None, :]) & (cost[:, None] > cost[None, :]))
     room = free - np.maximum(working[lean], working[rich]) - num_layers * size[lean]
-    rich_layers = np.minimum(room // (size[rich] - size[lean]), num_layers - 1)
+    rich_layers = np.minimum(room // (size[rich] - size[lean]), num_layers - stack.min_layers)
     value = cost[lean] * (num_layers - rich_layers) + cost[rich] * rich_layers
-    fits = (room >= 0) & (rich_layers >= 1)
+    fits = (room >= 0) & (rich_layers >= stack.min_layers)
     if not fits.any():
         return []
     best = value[fits].min()

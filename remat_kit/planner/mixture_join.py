@@ -64,7 +64,8 @@ def fillings_of(stack: StackOptions) -> Fillings:
     """Every filling of a stack that could be part of the best one."""
     size, working = np.array(stack.layer_bytes, dtype=np.int64), np.array(stack.working_bytes, dtype=np.int64)
     cost, names = np.array(stack.costs), np.array(stack.num_names)
-    layers = np.arange(1, stack.num_layers) if stack.max_segments > 1 else np.arange(0)
+    least = stack.min_layers
+    layers = np.arange(least, stack.num_layers - least + 1) if stack.max_segments > 1 else np.arange(0)
     lean, rich = np.nonzero((size[:, None] < size[None, :]) & (cost[:, None] > cost[None, :]))
     single = np.arange(len(size))
     lean = np.concatenate([single, np.repeat(lean, len(layers))])

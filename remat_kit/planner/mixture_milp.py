@@ -24,6 +24,7 @@ class Columns:
         stack: Number of the stack of each option.
         size, working, cost, names: Of each option.
         length: Number of layers of its stack.
+        least: Least layers of each option in use.
     """
 
     stack: np.ndarray
@@ -32,6 +33,7 @@ class Columns:
     cost: np.ndarray
     names: np.ndarray
     length: np.ndarray
+    least: np.ndarray
 
 
 def solve_counts(stacks: Sequence[StackOptions], *, budget_bytes: int, working_floor_bytes: int) -> Counts | None:
@@ -69,6 +71,7 @@ def _columns(stacks: Sequence[StackOptions]) -> Columns:
         cost=joined([stack.costs for stack in stacks]),
         names=joined([stack.num_names for stack in stacks]),
         length=np.repeat([float(stack.num_layers) for stack in stacks], sizes),
+        least=np.repeat([float(min(stack.min_layers, stack.num_layers)) for stack in stacks], sizes),
     )
 
 
@@ -100,6 +103,7 @@ def _rows(stacks: Sequence[StackOptions], columns: Columns, limit: int) -> list[
         Rows(matrix=np.hstack([member, none, one]), lower=lengths, upper=lengths),
         Rows(matrix=np.hstack([none, member, one]), lower=1.0, upper=segments),
         Rows(matrix=np.hstack([identity, -np.diag(columns.length), np.zeros((num, 1))]), upper=0.0),
+        Rows(matrix=np.hstack([identity, -np.diag(columns.least), np.zeros((num, 1))]), lower=0.0),
         Rows(matrix=np.hstack([np.zeros((num, num)), np.diag(columns.working / limit), -np.ones((num, 1))]), upper=0.0),
         at_most(np.concatenate([columns.size / limit, np.zeros(num), [1.0]]), 1.0),
     ]

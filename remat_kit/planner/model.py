@@ -20,6 +20,8 @@ from remat_kit.planning import Objective
 from remat_kit.policy import NoRemat
 
 MiB = 2**20
+LONG = 8
+"""Layers from which on no segment has a single one: compilers unroll a loop of one, whose bytes lie off every line."""
 SMALL_NOISE, WHOLE_NOISE = 5e-4, 1e-4
 """How closely totals are followed, as parts of them: padding and holes are not linear, and only whole totals count in the end."""
 
@@ -68,6 +70,12 @@ class MemoryModel:
     def predict(self, layout: Layout, *, is_whole: bool = True) -> int:
         """Total bytes of a device under a plan."""
         return round(sum(self.coefficient(name) * value for name, value in features(layout, is_whole=is_whole).items()))
+
+    def chance(self, layout: Layout, budget_bytes: int) -> float:
+        """Probability that the whole step under a plan is within a budget."""
+        expected = self.predict(layout)
+        doubt = math.hypot(self.spread(features(layout, is_whole=True)), WHOLE_NOISE * expected)
+        return 0.5 * (1 + math.erf((budget_bytes - expected) / doubt / math.sqrt(2)))
 
 
 def features(layout: Layout, *, is_whole: bool) -> dict[str, float]:
@@ -174,6 +182,7 @@ def options_of(
             costs=tuple(float(choice.cost(objective) * stack.repeats) for choice in stack.choices),
             num_names=tuple(choice.num_names for choice in stack.choices),
             max_segments=min(stack.max_segments, max_segments),
+            min_layers=2 if stack.num_layers >= LONG else 1,
         )
         for stack in stacks
     ]

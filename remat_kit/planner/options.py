@@ -19,6 +19,7 @@ class StackOptions:
         costs: Of a layer, per option.
         num_names: Names that a segment spells out, per option.
         max_segments: How many options may be in use at once.
+        min_layers: Least layers of an option in use beside another one.
     """
 
     num_layers: int
@@ -27,6 +28,7 @@ class StackOptions:
     costs: tuple[float, ...]
     num_names: tuple[int, ...]
     max_segments: int = 2
+    min_layers: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,11 +18,15 @@ from remat_kit.planner.ledger import Ledger, Limits
 from remat_kit.planner.model import MemoryModel, name_features
 from remat_kit.planner.solve import cost_of, solve, solve_smallest
 from remat_kit.planning import Measure, Measured, Objective, PlanResult
+from remat_kit.policy import NoRemat
 
 SAFER = ((0.5, 0.003), (1.0, 0.004), (3.0, 0.03))
 """By plans that turned out too large so far: standard deviations, and a part of the budget, that the next one stays below it."""
-NEXT_MARGIN = 0.001
+NEXT_MARGIN = 0.0003
 """The part of the budget that plans stay below it when one that fits is at hand."""
+OPTIMISM = (-3.0, -2.0, -1.0, -0.5, 0.0, 1.0)
+"""When a plan that fits is at hand: standard deviations by which layers are taken to keep less than expected. Of the plans that
+would then fit, the one with the most to gain, times the chance that it fits, is compiled."""
 
 
 def plan_stack(
@@ -118,9 +122,7 @@ def calibrate(
     """
     low, high = min(depths), max(depths)
     lean = uniform(stacks, [min(stack.choices, key=lambda choice: choice.saved_bytes) for stack in stacks])
-    rich = uniform(
-        stacks, [min(stack.choices, key=lambda choice: (choice.cost(objective), choice.num_names)) for stack in stacks]
-    )
+    rich = uniform(stacks, [min(stack.choices, key=lambda choice: _poverty(choice, objective)) for stack in stacks])
     for depth in dict.fromkeys((low, high)):
         ledger.observe_small([shrink(lean, depth)], depth=depth)
     ledger.observe_small([shrink(rich, high)], depth=high)
@@ -134,11 +136,17 @@ def calibrate(
             ledger.observe_small([layout], depth=depth)
 
 
+def _poverty(choice: LayerChoice, objective: Objective) -> tuple[bool, float, int]:
+    """Least for the policy with most to tell about names; `none` keeps what has no name too, so it tells nothing of them."""
+    return isinstance(choice.policy, NoRemat), choice.cost(objective), choice.num_names
+
+
 def _least_certain(model: MemoryModel, stacks: Sequence[PlannedStack]) -> Layout:
     """In each stack, the policy with the largest doubt in the fewest bytes: its measurement tells names apart."""
 
     def pick(stack: PlannedStack) -> LayerChoice:
-        fresh = [choice for choice in stack.choices if not model.has_seen(stack.name, choice)]
+        named = [choice for choice in stack.choices if not isinstance(choice.policy, NoRemat)]
+        fresh = [choice for choice in named if not model.has_seen(stack.name, choice)]
         return max(fresh or stack.choices, key=lambda choice: _doubt(model, stack.name, choice))
 
     return uniform(stacks, [pick(stack) for stack in stacks])
@@ -177,11 +185,14 @@ def _candidate(ledger: Ledger, stacks: Sequence[PlannedStack], budget_bytes: int
     if not fitting:
         return _safer(ledger, stacks, budget_bytes, objective)
     best = min(cost_of(layout, stacks, objective) for layout, _ in fitting)
-    for optimism in (0.0, ledger.limits.optimism):
-        found = _untried(ledger, stacks, int(budget_bytes * (1 - NEXT_MARGIN)), objective, optimism=optimism)
-        if found is not None and cost_of(found, stacks, objective) < best - ledger.limits.min_gain * abs(best):
-            return found
-    return None
+    model, worth = ledger.model(), ledger.limits.min_gain * abs(best)
+    found = [_untried(ledger, stacks, int(budget_bytes * (1 - NEXT_MARGIN)), objective, optimism=each) for each in OPTIMISM]
+    better = [layout for layout in found if layout is not None and cost_of(layout, stacks, objective) < best - worth]
+
+    def hope(layout: Layout) -> float:
+        return (best - cost_of(layout, stacks, objective)) * model.chance(layout, budget_bytes)
+
+    return max((layout for layout in better if not ledger.is_known(layout, None)), key=hope, default=None)
 
 
 def _safer(ledger: Ledger, stacks: Sequence[PlannedStack], budget_bytes: int, objective: Objective) -> Layout | None:
