@@ -7,6 +7,8 @@ EXTRAS ?= gpu,tpu,train,dev
 # Processes that pytest runs; each may compile, so more than cores is no gain.
 JOBS ?= 2
 PYTEST_ARGS ?=
+# Which slow tests test-slow runs.
+SLOW ?= slow
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -39,7 +41,7 @@ test: $(STAMP) ## Tests and doctests, the slow ones left out.
 	$(PYTEST) -m 'not slow'
 
 test-slow: $(STAMP) ## The slow tests alone.
-	$(PYTEST) -m slow
+	$(PYTEST) -m '$(SLOW)'
 
 test-all: test test-slow ## Every test.
 

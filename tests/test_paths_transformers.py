@@ -126,6 +126,7 @@ def _size(shape):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("text", "factor"), [("h100", 4.5), ("v5e", 3.0)])
 def test_gpt2_small_compiles_to_a_fraction_of_its_temporaries(text, factor):
     from remat_kit.compile.topology import devices_for

@@ -20,7 +20,9 @@ def total_bytes(target, plan):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["h100", "h100:8", "v5p", "v5p:2x2x1"])
+@pytest.mark.parametrize(
+    "text", ["h100", "h100:8", *(pytest.param(text, marks=pytest.mark.long) for text in ("v5p", "v5p:2x2x1"))]
+)
 def test_on_or_below_the_line(text):
     target = parse_target(text, ROWS)
     pytest.importorskip("libtpu" if target.platform == "tpu" else "jax_cuda12_plugin", reason="needs remat-kit[gpu,tpu]")
