@@ -67,14 +67,14 @@ def _rows(x_BMD: jax.Array, index_BK: jax.Array) -> jax.Array:
     return jax.vmap(lambda x_MD, index_K: x_MD.at[index_K].get(mode="fill", fill_value=0))(x_BMD, index_BK)
 
 
-@jax.custom_vjp
-def dispatch(x_BTD: jax.Array, slot_BN: jax.Array, choice_BS: jax.Array) -> jax.Array:
+def _tokens_of_slots(x_BTD: jax.Array, slot_BN: jax.Array, choice_BS: jax.Array) -> jax.Array:
     """The token of each slot (B, S, D), zeros in empty ones."""
     return _rows(x_BTD, choice_BS // (slot_BN.shape[1] // x_BTD.shape[1]))
 
 
 def _dispatch_forward(x_BTD: jax.Array, slot_BN: jax.Array, choice_BS: jax.Array) -> tuple[jax.Array, tuple[jax.Array, int]]:
-    return dispatch(x_BTD, slot_BN, choice_BS), (slot_BN, x_BTD.shape[1])
+    # Not by calling `dispatch`: policies do not look into a custom VJP that is called.
+    return _tokens_of_slots(x_BTD, slot_BN, choice_BS), (slot_BN, x_BTD.shape[1])
 
 
 def _dispatch_backward(saved: tuple[jax.Array, int], d_y_BSD: jax.Array) -> tuple[jax.Array, None, None]:
@@ -83,11 +83,11 @@ def _dispatch_backward(saved: tuple[jax.Array, int], d_y_BSD: jax.Array) -> tupl
     return d_x_BND.reshape(slot_BN.shape[0], num_tokens, -1, d_y_BSD.shape[-1]).sum(2), None, None
 
 
+dispatch = jax.custom_vjp(_tokens_of_slots)
 dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 
-@jax.custom_vjp
-def collect(y_BSD: jax.Array, slot_BN: jax.Array, choice_BS: jax.Array) -> jax.Array:
+def _results_of_choices(y_BSD: jax.Array, slot_BN: jax.Array, choice_BS: jax.Array) -> jax.Array:
     """What the expert of each choice made of its token (B, N, D), zeros for dropped ones."""
     del choice_BS
     return _rows(y_BSD, slot_BN)
@@ -101,6 +101,7 @@ def _collect_backward(choice_BS: jax.Array, d_y_BND: jax.Array) -> tuple[jax.Arr
     return _rows(d_y_BND, choice_BS), None, None
 
 
+collect = jax.custom_vjp(_results_of_choices)
 collect.defvjp(_collect_forward, _collect_backward)
 
 
