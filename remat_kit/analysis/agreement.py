@@ -20,6 +20,9 @@ TOLERANCE = 0.01
 _NEGLIGIBLE = 1e-4
 """Of the step's FLOPs: a smaller difference is nobody's concern, in however small a phase."""
 
+_SHOWN_KERNELS = ("cudnn_attention",)
+"""Kernels whose matmuls a compiled program's text tells (see `matmuls`)."""
+
 _OPAQUE_TARGETS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "triton_kernel_call")
 
 
@@ -82,18 +85,12 @@ def _count(phase: StepPhase, ops: Sequence[TracedOp], work: WorkReport, num_devi
 
 def _opaque_flops(phase: StepPhase, ops: Sequence[TracedOp], calls: Sequence[CustomCall]) -> int:
     """FLOPs over all devices of the calls that HLO can't price, by the mean price of the trace's kernels in that phase."""
-    kernels = [op for op in ops if is_kernel(op) and op.flops is not None]
-    names = {op.name for op in kernels}
-    targets = {call.target for call in calls if call.flops is not None}
-    num_calls = sum(
-        call.count
-        for call in calls
-        if call.phase is phase and call.flops is None and (call.target.startswith(_OPAQUE_TARGETS) or call.target in names)
-    )
-    # A kernel that HLO prices by itself (cuDNN's attention) is in the matmuls already.
-    opaque = [op for op in kernels if not (targets and not num_calls)]
-    num_traced = sum(op.calls for op in opaque)
-    return num_calls * sum((op.flops or 0) * op.calls for op in opaque) // num_traced if num_traced else 0
+    kernels = [op for op in ops if is_kernel(op) and op.flops is not None and op.name not in _SHOWN_KERNELS]
+    targets = (*_OPAQUE_TARGETS, *(str(op.name) for op in kernels))
+    unpriced = (call for call in calls if call.phase is phase and call.flops is None)
+    num_calls = sum(call.count for call in unpriced if call.target.startswith(targets))
+    num_traced = sum(op.calls for op in kernels)
+    return num_calls * sum((op.flops or 0) * op.calls for op in kernels) // num_traced if num_traced else 0
 
 
 def _difference(

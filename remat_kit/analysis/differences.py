@@ -71,9 +71,12 @@ def _amounts(before: Explanation, after: Explanation) -> Iterator[AmountChange]:
     for phase in (None, *StepPhase):
         word = "all" if phase is None else phase.value
         yield AmountChange(what=f"{word}_flops", before=_flops(before, phase), after=_flops(after, phase))
-    for meaning in CollectiveMeaning:
-        sums = (sum(each.count for each in side.work.collectives if each.meaning is meaning) for side in (before, after))
-        yield AmountChange(what=f"num_{meaning.value.replace(' ', '_')}", before=next(sums), after=next(sums))
+    counted = {f"num_{meaning.value.replace(' ', '_')}": meaning for meaning in CollectiveMeaning}
+    for what, meaning in counted.items():
+        yield AmountChange(what=what, before=_count(before, meaning, None), after=_count(after, meaning, None))
+    for word, is_async in (("async", True), ("sync", False)):
+        what = f"num_{word}_collectives"
+        yield AmountChange(what=what, before=_count(before, None, is_async), after=_count(after, None, is_async))
 
 
 def _bytes(explanation: Explanation, what: str) -> int | None:
@@ -84,6 +87,14 @@ def _bytes(explanation: Explanation, what: str) -> int | None:
 
 def _flops(explanation: Explanation, phase: StepPhase | None) -> int:
     return sum(each.hlo_flops for each in explanation.agreement if phase in (None, each.phase))
+
+
+def _count(explanation: Explanation, meaning: CollectiveMeaning | None, is_async: bool | None) -> int:
+    return sum(
+        each.count
+        for each in explanation.work.collectives
+        if meaning in (None, each.meaning) and is_async in (None, each.is_async)
+    )
 
 
 def _settings(before: Explanation, after: Explanation) -> Iterator[tuple[str, str, str]]:

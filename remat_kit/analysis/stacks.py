@@ -71,7 +71,8 @@ def stacks_of(flow: Dataflow, residuals: Sequence[Residual]) -> dict[tuple[str, 
         Stacks by loop and position in what it carries.
     """
     stacks = list(_find(flow))
-    named = _match(stacks, [each for each in residuals if each.origin is Origin.OPERATION and each.num_layers > 1])
+    stacked = [each for each in residuals if each.origin is Origin.OPERATION and each.num_layers > 1]
+    named = _match(stacks, stacked, num_devices=flow.module.num_partitions)
     return {(stack.element.loop.name, stack.element.index): stack for stack in named}
 
 
@@ -168,15 +169,15 @@ def _caller(flow: Dataflow, computation: str) -> Instruction | None:
     return instruction_of(flow, name) if name else None
 
 
-def _match(stacks: list[Stack], residuals: list[Residual]) -> Iterator[Stack]:
-    """Gives residuals to stacks: those whose source line agrees first, then by order."""
+def _match(stacks: list[Stack], residuals: list[Residual], *, num_devices: int) -> Iterator[Stack]:
+    """Gives residuals to stacks: by name and source line, then by source line, then by shape and order."""
     left = list(residuals)
     chosen: dict[int, Residual] = {}
-    for needs_source in (True, False):
+    for agrees in (_has_name, _has_source, _has_shape):
         for number, stack in enumerate(stacks):
             if number in chosen:
                 continue
-            found = next((each for each in left if _may_be(stack, each, needs_source=needs_source)), None)
+            found = next((each for each in left if agrees(stack, each) and _may_be(stack, each, num_devices=num_devices)), None)
             if found is not None:
                 chosen[number] = found
                 left.remove(found)
@@ -184,13 +185,25 @@ def _match(stacks: list[Stack], residuals: list[Residual]) -> Iterator[Stack]:
         yield _named(stack, chosen.get(number))
 
 
-def _may_be(stack: Stack, residual: Residual, *, needs_source: bool) -> bool:
+def _has_name(stack: Stack, residual: Residual) -> bool:
+    """Modules are often called as what they make: where several stacks come from one line, that tells them apart."""
+    return _has_source(stack, residual) and not set(stack.op_name.split("/")).isdisjoint(residual.names)
+
+
+def _has_source(stack: Stack, residual: Residual) -> bool:
+    if residual.kind == "loop_carry" or stack.maker is None:
+        return residual.kind == "loop_carry" and stack.maker is None
+    return same_source(stack.source, residual.source)
+
+
+def _has_shape(_: Stack, __: Residual) -> bool:
+    return True
+
+
+def _may_be(stack: Stack, residual: Residual, *, num_devices: int) -> bool:
     if residual.num_layers % stack.layers and stack.layers % residual.num_layers:
         return False
-    is_carry = residual.kind == "loop_carry"
-    if needs_source and (is_carry != (stack.maker is None) or not (is_carry or same_source(stack.source, residual.source))):
-        return False
-    return fits(residual, stack.array, num_devices=1 << 20)
+    return fits(residual, stack.array, num_devices=num_devices)
 
 
 def _named(stack: Stack, residual: Residual | None) -> Stack:

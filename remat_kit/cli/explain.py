@@ -32,6 +32,7 @@ from remat_kit.report.explain_json import difference_json, explanation_json
 from remat_kit.report.explain_markdown import difference_markdown, explanation_markdown
 from remat_kit.report.explain_table import write_difference, write_explanation
 from remat_kit.verbs.explain import explain, load_explanation
+from remat_kit.verbs.question import MOST_CHECKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,14 @@ class _Side:
 @click.option("--format", "form", type=click.Choice(["table", "json", "markdown"]), default="table", show_default=True)
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="File to write instead of standard output.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Most seconds for each.")
+@click.option(
+    "--checks",
+    type=click.IntRange(min=0),
+    default=MOST_CHECKS,
+    show_default=True,
+    metavar="N",
+    help="Remedies that are compiled to see what they bring.",
+)
 @click.option("--no-cache", is_flag=True, help="Neither read nor write compiled results.")
 @targets_file_option
 @traceback_option
@@ -81,6 +90,7 @@ def command(
     form: str,
     out: Path | None,
     timeout_s: float | None,
+    checks: int,
     no_cache: bool,
     targets_file: str | None,
     traceback: bool,
@@ -105,6 +115,7 @@ def command(
         targets_file=targets_file,
         cache_dir=os.devnull if no_cache else None,
         timeout_s=timeout_s,
+        most_checks=checks if len(sides) == 1 else 0,  # a difference shows no findings
     )
     with errors_as_messages(show_traceback=traceback):
         found = _explain_all(sides, ask)

@@ -25,6 +25,8 @@ from remat_kit.records import SCHEMA_VERSION, CompiledStep
 
 _POINTER_CALL = "@CustomSPMDPartitioning"  # cuDNN attention and other custom partitionings: the config is id(callback)
 _POINTER = re.compile(r'(backend_config = ")(\d+)(")')
+_OWN_FRAME = re.compile(r'^(#loc\d+) = loc\("remat_kit/(?:verbs/|worker\.py)[^"]*":.*\)$', re.MULTILINE)
+_NAMED_FRAME = re.compile(r'^(#loc\d+) = loc\("[^"]*"\((#loc\d+)\)\)$', re.MULTILINE)
 _REPR_ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")
 
 
@@ -84,9 +86,9 @@ def canonical_program(text: str, roots: Iterable[str] | None = None) -> str:
 
     Returns:
         The text with relative paths, with the addresses of partitioning callbacks numbered in order of appearance, and without
-        the addresses in Python reprs.
+        the addresses in Python reprs and the names and lines of our own callers, so that every verb finds what another compiled.
     """
-    text = _relative(text, _roots() if roots is None else roots)
+    text = _without_callers(_relative(text, _roots() if roots is None else roots))
     seen: dict[str, int] = {}
 
     def number(match: re.Match[str]) -> str:
@@ -94,6 +96,12 @@ def canonical_program(text: str, roots: Iterable[str] | None = None) -> str:
 
     lines = (_POINTER.sub(number, line) if _POINTER_CALL in line else line for line in text.split("\n"))
     return _REPR_ADDRESS.sub(" at 0x", "\n".join(lines))
+
+
+def _without_callers(text: str) -> str:
+    own = {match[1] for match in _OWN_FRAME.finditer(text)}
+    text = _OWN_FRAME.sub(r'\1 = loc("remat_kit")', text)
+    return _NAMED_FRAME.sub(lambda match: f"{match[1]} = loc(caller)" if match[2] in own else match[0], text)
 
 
 def without_roots(texts: DumpTexts) -> DumpTexts:
