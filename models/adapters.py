@@ -25,6 +25,9 @@ PartAxes = tuple[tuple[Axis, ...], ...]
 
 FACTORS = ("lora_a", "lora_b")
 
+# So that a learning rate serves any rank (Hu et al., 2021).
+ALPHA = 16.0
+
 
 class Frozen(StrEnum):
     """How frozen weights are stored."""
@@ -39,22 +42,19 @@ class Adapter:
     """What is added to each projection of a block.
 
     Attributes:
-        rank: R.
-        alpha: What the adapter adds is scaled by alpha / R.
+        rank: R; what the adapter adds is scaled by `ALPHA` / R.
         frozen: How the projection's own weight is stored.
     """
 
     rank: int
-    alpha: float
     frozen: Frozen
 
 
-def make_adapter(rank: int, alpha: float, frozen: str) -> Adapter | None:
+def make_adapter(rank: int, frozen: str) -> Adapter | None:
     """Reads the options of a step.
 
     Args:
         rank: 0 = no adapter.
-        alpha: See `Adapter`.
         frozen: A `Frozen`.
 
     Raises:
@@ -67,7 +67,7 @@ def make_adapter(rank: int, alpha: float, frozen: str) -> Adapter | None:
         raise StepError(f"lora_rank={rank}: it must be at least 1, or 0 to train the model itself.")
     if rank == 0 and frozen != Frozen.BF16:
         raise StepError(f"frozen={frozen}: weights are frozen only beside adapters; give lora_rank=16, or leave frozen out.")
-    return Adapter(rank=rank, alpha=alpha, frozen=Frozen(frozen)) if rank else None
+    return Adapter(rank=rank, frozen=Frozen(frozen)) if rank else None
 
 
 def is_factor(names: tuple[str, ...]) -> bool:
@@ -131,7 +131,7 @@ class AdaptedProjection(nn.Module):
         if self.has_bias:
             y_BTF += self.param("bias", nn.initializers.zeros, (self.num_features,), jnp.float32).astype(self.dtype)
         low_BTR = self.factor(x_BTD, "lora_a", nn.initializers.he_uniform(), adapter.rank)
-        low_BTR = checkpoint_name(low_BTR * (adapter.alpha / adapter.rank), f"{name}_lora")
+        low_BTR = checkpoint_name(low_BTR * (ALPHA / adapter.rank), f"{name}_lora")
         return y_BTF + self.factor(low_BTR, "lora_b", nn.initializers.zeros, self.num_features)
 
     def factor(self, x_BTD: jax.Array, name: str, init: nn.initializers.Initializer, num_features: int) -> jax.Array:

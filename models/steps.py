@@ -185,7 +185,6 @@ def _factory(
         accumulate: int = 1,
         group: str = "",
         lora_rank: int = default_rank,
-        lora_alpha: float = 16.0,
         frozen: str = default_frozen,
         learning_rate: float = OPTIMIZER.learning_rate,
         warmup: int = OPTIMIZER.warmup,
@@ -207,10 +206,14 @@ def _factory(
             accumulate=accumulate,
             group=group,
             optimizer=optimizer,
-            adapter=make_adapter(lora_rank, lora_alpha, frozen),
+            adapter=make_adapter(lora_rank, frozen),
         )
         return make_step(config, policies, devices, options, api=api)
 
+    return _named(factory, name)
+
+
+def _named(factory: Callable[..., ModelStep], name: str) -> Callable[..., ModelStep]:
     factory.__name__ = factory.__qualname__ = name
     factory.__doc__ = f"A training step of {name}: AdamW, donated state, FSDP. Options: see `StepOptions` and `OptimizerOptions`."
     return factory
