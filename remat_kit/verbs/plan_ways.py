@@ -16,7 +16,7 @@ from remat_kit.targets import Target, load_rows, parse_target
 from remat_kit.verbs.plan_question import StepBlocks
 from remat_kit.verbs.plan_session import PlanQuestion, Session, compile_plan
 
-MAX_MEASURED = 8
+MAX_MEASURED = 10
 MAX_HALVINGS = 3
 BLOCK_INPUT = "block_input"  # see remat_kit.apply.stack
 
