@@ -43,10 +43,17 @@ def explained():
             settings = {name: value for name, value in given.items() if name in names}
             options = tuple((name, str(value).lower()) for name, value in given.items() if name not in names)
             defaults = {"policy": "full", "most_checks": 0}
-            question = Question(task=task, factory="tests.faulty_steps:step", options=options, **(defaults | settings))
+            defaults |= {"factory": "tests.faulty_steps:step"}
+            question = Question(task=task, options=options, **(defaults | settings))
             return msgspec.convert(worker.ask(msgspec.to_builtins(question)), Insides if task is Task.EXPLAIN else Answer)
 
         yield ask
+
+
+@pytest.fixture(scope="module")
+def sharded(explained):
+    """Explains an MLP stack whose weights lie on eight devices a part each; see `explain_steps`."""
+    return functools.partial(explained, factory="tests.explain_steps:stack")
 
 
 def kinds(insides: Insides) -> list[FindingKind]:
@@ -75,6 +82,40 @@ def test_clean_steps_have_no_findings(explained, name):
     assert set(kinds(explained(**CLEAN[name]))) == allowed
 
 
+@pytest.mark.parametrize("target", ["cpu:8", pytest.param("h100:8", marks=pytest.mark.slow)])
+def test_a_gathered_layer_is_no_copy_of_the_stack(sharded, target):
+    assert kinds(sharded(target=target)) == []
+
+
+@pytest.mark.slow
+def test_a_cast_that_the_compiler_moved_out_of_the_loop_is_the_compilers(sharded):
+    """Without rematerialization it casts each device's part of all layers before the loop, to gather half the bytes."""
+    depth, width, devices = 4, 512, 8
+    finding = the_only(sharded(target=f"h100:{devices}", policy="none"), FindingKind.WEIGHT_COPIES)
+    assert "the compiler moved the cast" in finding.message
+    assert finding.bytes_at_stake == 2 * depth * width * 4 * width * BF16 // devices
+    assert finding.remedy is not None
+    assert finding.remedy.change == Change(casts="outside")
+
+
+@pytest.mark.slow
+def test_weights_that_only_recomputation_gathers_are_named(explained):
+    layers, model, kv, ff, devices = 4, 4096, 1024, 14_336, 8
+    ask = functools.partial(explained, factory="models:llama3_8b", target=f"h100:{devices}", layers=layers)
+    finding = the_only(ask(policy="full"), FindingKind.EXTRA_WEIGHT_GATHERS)
+    assert {name.split("'")[3] for name in finding.names} == {"q", "k", "v", "attn_out", "gate", "up"}  # down runs once
+    weights = 2 * model * model + 2 * model * kv + 2 * model * ff
+    assert finding.wire_bytes_at_stake == layers * weights * BF16 * (devices - 1) // devices
+    assert FindingKind.EXTRA_WEIGHT_GATHERS not in kinds(ask(policy="none"))
+
+
+@pytest.mark.slow
+def test_a_toy_on_a_tpu_is_told_apart(explained):
+    toy = explained(target="v5e:1x1", depth=4, batch=1, seq=128, width=128)
+    assert kinds(toy) == [FindingKind.ON_CHIP_TOY]
+    assert FindingKind.ON_CHIP_TOY not in kinds(explained(target="v5e:1x1", depth=4, batch=16, seq=1024, width=512))
+
+
 @pytest.mark.parametrize(("target", "width"), [("h100", BF16), ("cpu", F32)])  # XLA makes float32 of bfloat16 on CPU
 def test_a_cast_outside_the_scan_keeps_a_copy_of_all_weights(explained, target, width):
     insides = explained(fault="cast outside", target=target)
@@ -86,7 +127,7 @@ def test_a_cast_outside_the_scan_keeps_a_copy_of_all_weights(explained, target, 
     assert kinds(insides) == [FindingKind.WEIGHT_COPIES]
 
 
-@pytest.mark.parametrize("target", ["h100", "cpu"])
+@pytest.mark.parametrize("target", ["h100", pytest.param("cpu", marks=pytest.mark.slow)])
 def test_the_other_placement_of_a_cast_compiles_like_a_step_written_so(explained, target):
     outside, inside = explained(fault="cast outside", target=target), explained(target=target)
     moved_inside = explained(fault="cast outside", target=target, most_checks=1).findings[0].checked

@@ -8,8 +8,10 @@ backward pass together than in the forward pass.
 from collections import Counter
 from collections.abc import Iterator
 
+from remat_kit.analysis.arguments import same_dims
 from remat_kit.analysis.findings.facts import StepFacts, is_worth_saying, live_ops, makers_of, peak_lines
-from remat_kit.analysis.shapes import arrays_of
+from remat_kit.analysis.shapes import arrays_of, bits_of
+from remat_kit.analysis.stacks import xla_dtype
 from remat_kit.findings import Change, Finding, FindingKind, Remedy
 from remat_kit.graph import Phase, TracedOp
 from remat_kit.memory import Collective, CollectiveMeaning, PeakClass, PeakKind, StepPhase
@@ -25,28 +27,40 @@ def weight_copies(facts: StepFacts) -> Iterator[Finding]:
     for is_users in (True, False):
         found = [line for line in lines if (line.name in casts) is is_users]
         if found and is_worth_saying(facts, sum(line.bytes for line in found)):
-            yield _copies(found, casts[found[0].name] if is_users else None)
+            cast = casts[found[0].name] if is_users else None
+            dtype = xla_dtype(facts.graph.values[cast.outputs[0]].dtype) if cast is not None else _narrow_dtype(facts, found)
+            yield _copies(found, cast, dtype)
 
 
-def _copies(lines: list[PeakClass], cast: TracedOp | None) -> Finding:
+def _copies(lines: list[PeakClass], cast: TracedOp | None, dtype: str | None) -> Finding:
+    """`dtype` is what the weights are cast to; None = the copies are of the parameters' own."""
     names = tuple(dict.fromkeys(line.name for line in lines))
-    num_bytes = sum(line.bytes for line in lines)
-    dtypes = sorted({array.dtype for line in lines for array in arrays_of(line.shape)})
-    what = f"Copies of {_listing(names)} for all layers at once, as {', '.join(dtypes)}, lie beside the originals at the peak"
     if cast is not None:
-        text = f"Cast each layer's weights inside the block. Gradients then keep the parameters' dtype, not {dtypes[0]}."
-        message = f"{what}: the step casts them outside of the loop over layers."
+        who = "the step casts them outside of the loop over layers"
+        text = f"Cast each layer's weights inside the block. Gradients then keep the parameters' dtype, not {dtype}."
+        remedy = Remedy(text=text, change=Change(casts="inside"))
+    elif dtype is not None:
+        who = "the compiler moved the cast out of the loop over layers"
+        text = f"Cast the stacked weights before the loop: gradients are then rounded to {dtype}."
+        remedy = Remedy(text=text, change=Change(casts="outside"))
     else:
-        text = f"Cast the stacked weights before the loop: gradients are then rounded to {dtypes[0]}."
-        message = f"{what}: the compiler moved the copy out of the loop over layers."
+        who = "the compiler copies them, in another layout, before the loop over layers"
+        remedy = None
     return Finding(
         kind=FindingKind.WEIGHT_COPIES,
         names=names,
-        message=message,
-        bytes_at_stake=num_bytes,
+        message=f"Copies of {_listing(names)} for all layers at once lie beside the originals at the peak: {who}.",
+        bytes_at_stake=sum(line.bytes for line in lines),
         source=lines[0].source if cast is None else cast.source,
-        remedy=Remedy(text=text, change=Change(casts="inside" if cast is not None else "outside")),
+        remedy=remedy,
     )
+
+
+def _narrow_dtype(facts: StepFacts, lines: list[PeakClass]) -> str | None:
+    """The element type of copies that have fewer bytes than their parameter's."""
+    own = {argument.path: argument.local.dtype for argument in facts.arguments}
+    dtypes = {array.dtype: own[line.name] for line in lines for array in arrays_of(line.shape)[:1]}
+    return next((dtype for dtype, original in dtypes.items() if bits_of(dtype) < bits_of(original)), None)
 
 
 def _casts_outside_loops(facts: StepFacts) -> dict[str, TracedOp]:
@@ -65,13 +79,13 @@ def _casts_outside_loops(facts: StepFacts) -> dict[str, TracedOp]:
 
 
 def _is_of_whole_stack(facts: StepFacts, line: PeakClass) -> bool:
-    """Whether a line holds several layers of a stacked parameter; one layer's copy is what a matmul reads."""
+    """Whether a line holds all layers of a stacked parameter; a layer, gathered or not, is what a matmul reads."""
     counts = {count for _, count in facts.work.loops if count and count > 1}
     argument = next((each for each in facts.arguments if each.path == line.name), None)
     if argument is None or len(argument.local.dims) < 2 or argument.local.dims[0] not in counts:
         return False
-    arrays = arrays_of(line.shape)
-    return line.layers > 1 or any(2 * array.num_elements > argument.local.num_elements for array in arrays)
+    forms = (argument.local.dims, argument.global_dims)
+    return line.layers > 1 or any(same_dims(array.dims, form) for array in arrays_of(line.shape) for form in forms)
 
 
 def _listing(names: tuple[str, ...]) -> str:
