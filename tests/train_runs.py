@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -55,7 +56,8 @@ def metrics(folder):
 
 def saved_steps(folder):
     """Steps of the checkpoints of a run."""
-    return sorted(int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").glob("step_*"))
+    names = [re.fullmatch(r"step_(\d+)", path.name) for path in (folder / "checkpoints").glob("step_*")]
+    return sorted(int(name[1]) for name in names if name)
 
 
 def saved_state(folder, step):
@@ -99,12 +101,26 @@ def environment(cache):
 def start(module, *args, cache, log):
     """Starts `python -m MODULE ARGS` with its output in a file."""
     with Path(log).open("ab") as file:
-        return subprocess.Popen(
-            [sys.executable, "-m", module, *args], cwd=ROOT, env=environment(cache), stdout=file, stderr=subprocess.STDOUT
-        )
+        command = [sys.executable, "-m", module, *args]
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(cache), stdout=file, stderr=subprocess.STDOUT)
+    STARTED.append(process)
+    return process
 
 
-def finish(process, log, timeout_s=120):
+STARTED = []
+"""Processes that `start` started."""
+
+
+def end_all():
+    """Ends what a failed test left running; the launcher passes SIGTERM on and kills what does not end."""
+    for process in STARTED:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(30)
+    STARTED.clear()
+
+
+def finish(process, log, timeout_s=300):
     """Waits for a process; gives its exit code and its output."""
     try:
         code = process.wait(timeout_s)
@@ -114,7 +130,7 @@ def finish(process, log, timeout_s=120):
     return code, Path(log).read_text(errors="replace")
 
 
-def wait_for(ready, process, log, timeout_s=120):
+def wait_for(ready, process, log, timeout_s=300):
     """Waits until something is so while a process runs."""
     deadline = time.monotonic() + timeout_s
     while not ready():

@@ -27,6 +27,7 @@ from train.errors import EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_PROCESS_DIED, Confi
 from train.folder import BEATS_FOLDER, CHECKPOINTS_FOLDER, LOGS_FOLDER, choose_folder
 from train.heartbeat import SILENCE_S, read_beat
 
+SEPARATOR = "--"
 POLL_S = 0.1
 # What the others get to end by themselves, before they are killed.
 GRACE_S = 5.0
@@ -82,11 +83,10 @@ class Death:
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code."""
     given = list(sys.argv[1:] if args is None else args)
-    own, separator, passed = _split(given)
+    at = given.index(SEPARATOR) if SEPARATOR in given else len(given)
     try:
-        config = tyro.cli(LaunchConfig, prog="python -m train.launch", args=own)
-        if separator is None and passed:
-            raise ConfigError("give the arguments of python -m train behind --.")
+        config = tyro.cli(LaunchConfig, prog="python -m train.launch", args=given[:at])
+        passed = given[at + 1 :]
         if config.processes < 1:
             raise ConfigError(f"--processes {config.processes}: it must be at least 1.")
         folder, passed = _fix_folder(read_arguments(passed), passed)
@@ -94,13 +94,6 @@ def main(args: Sequence[str] | None = None) -> int:
     except RematKitError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_BAD_INPUT
-
-
-def _split(args: list[str]) -> tuple[list[str], str | None, list[str]]:
-    if "--" not in args:
-        return args, None, []
-    at = args.index("--")
-    return args[:at], "--", args[at + 1 :]
 
 
 def _fix_folder(arguments: Arguments, passed: list[str]) -> tuple[Path, list[str]]:

@@ -18,8 +18,8 @@ def _preset(model: str, *, batch: int, seq: int, learning_rate: float, steps: in
 
 
 PRESETS: Mapping[str, TrainConfig] = {
-    "gpt2_tiny": _preset("gpt2_tiny", batch=16, seq=64, learning_rate=3e-3, steps=2000, every=500),
-    "llama3_tiny": _preset("llama3_tiny", batch=16, seq=64, learning_rate=3e-3, steps=2000, every=500),
+    "gpt2_tiny": _preset("gpt2_tiny", batch=16, seq=64, learning_rate=3e-3, steps=1500, every=500),
+    "llama3_tiny": _preset("llama3_tiny", batch=16, seq=64, learning_rate=3e-3, steps=1500, every=500),
     "gpt2_small": _preset("gpt2_small", batch=32, seq=1024, learning_rate=6e-4, steps=20_000),
     "gpt2_medium": _preset("gpt2_medium", batch=32, seq=1024, learning_rate=3e-4, steps=20_000),
     "gpt2_large": _preset("gpt2_large", batch=32, seq=1024, learning_rate=2.5e-4, steps=20_000),
