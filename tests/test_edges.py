@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from remat_kit import ApplyError, PolicyError, Stack, StepError, parse_plan, remat, stack
-from remat_kit.errors import BudgetError, FactoryError
+from remat_kit.errors import BudgetError, FactoryError, IdleRuleWarning
 from remat_kit.plans import NO_REMAT
 from remat_kit.units import parse_bytes
 from remat_kit.verbs.build import build, read_options
@@ -48,6 +48,12 @@ def test_python_values_that_are_equal_but_not_the_same():
 def test_what_is_no_policy(policy):
     with pytest.raises(PolicyError, match="is no policy"):
         remat(layer, policy)
+
+
+@pytest.mark.parametrize("apply", [remat, lambda fn, policy: stack(fn, LAYERS, X, policy)])
+def test_a_rule_that_a_later_one_overrules_warns(apply):
+    with pytest.warns(IdleRuleWarning, match=r"smaller\(1KiB\) in .* has no effect, as smaller\(2KiB\) comes later"):
+        apply(layer, "smaller(1KiB)+dots+smaller(2KiB)")
 
 
 def test_what_can_not_be_wrapped():

@@ -1,4 +1,4 @@
-"""What each rule keeps, counted in matmuls; and with jax_remat3 the same, or a refusal: never less in silence."""
+"""Rules by kind: what counts as a weight, a matmul or a kernel. What each rule keeps is in `test_policy_table.py`."""
 
 import contextlib
 
@@ -26,48 +26,10 @@ def block(weights, x_BD):
 
 WEIGHTS = {"query": jnp.ones((WIDTH, WIDTH)) / WIDTH, "expert": jnp.ones((3, WIDTH, WIDTH)) / WIDTH}
 X = jnp.linspace(-1.0, 1.0, 4 * WIDTH).reshape(4, WIDTH)
-ALL = 4
-
-# policy -> matmuls that run again. The forward pass of the block has four.
-EXTRA = {
-    "none": 0,
-    "full": 4,
-    "dots": 0,
-    "dots_no_batch": 2,  # both matmuls by weights: unlike in the test of vmap below, they have no batch dimensions here
-    "weights": 2,
-    "weights+save(context)": 1,
-    "save(query)": 3,
-    "save(query,context)": 2,
-    "save(*)": 2,
-    "save(*)+recompute(context)": 3,
-    "recompute(context)+save(*)": 2,
-    "smaller(1MiB)": 0,
-    "smaller(1)": 4,
-    "dots+cheap(1000)": 4,
-}
 
 
 def matmuls(fn, *args):
     return str(jax.make_jaxpr(fn)(*args)).count("dot_general[")
-
-
-def gradient(policy, fn=block, **options):
-    wrapped = remat(fn, policy, params_argnums=0, **options)
-    return jax.grad(lambda weights, x: jnp.sum(wrapped(weights, x)))
-
-
-@pytest.mark.parametrize("policy", EXTRA)
-def test_matmuls_that_run_again(policy):
-    extra = matmuls(gradient(policy), WEIGHTS, X) - matmuls(gradient("none"), WEIGHTS, X)
-    assert extra == EXTRA[policy]
-
-
-@pytest.mark.parametrize("policy", [policy for policy in EXTRA if policy != "none"])
-def test_gradients_do_not_depend_on_the_policy(policy):
-    found, expected = (jax.jit(gradient(each))(WEIGHTS, X) for each in (policy, "none"))
-    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
-    for name, leaf in found.items():
-        assert float(jnp.abs(leaf - expected[name]).max()) <= 2e-6 * largest
 
 
 @pytest.mark.parametrize("order", ["vmap of remat", "remat of vmap"])
@@ -149,53 +111,6 @@ def test_operations_by_kind():
     assert {"pallas_call", "dot_product_attention_fwd_wrapper", "ffi_call"} <= KERNELS
     assert {"dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_matmul", "scaled_dot"} <= MATMULS
     assert not KERNELS & MATMULS
-
-
-@contextlib.contextmanager
-def remat3():
-    jax.config.update("jax_remat3", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_remat3", False)
-
-
-@pytest.mark.parametrize("policy", ["full", "weights", "save(query)", "save(query,context)", "save(*)+recompute(context)"])
-def test_remat3_keeps_the_same(policy):
-    classic = matmuls(gradient(policy), WEIGHTS, X)
-    with remat3():
-        assert matmuls(gradient(policy), WEIGHTS, X) == classic
-
-
-@pytest.mark.parametrize("policy", ["dots", "dots_no_batch", "kernels", "smaller(1MiB)", "save(query)+cheap(8)"])
-def test_remat3_refuses_rules_by_operation(policy):
-    with remat3(), pytest.raises(PolicyError, match="can't be expressed with jax_remat3"):
-        gradient(policy)(WEIGHTS, X)
-
-
-def test_remat3_offloads_or_refuses():
-    with remat3():
-        if jax.__version_info__ < (0, 12):
-            with pytest.raises(PolicyError, match="ignores offloading"):
-                gradient("offload(query)")(WEIGHTS, X)
-        else:
-            assert "<host>" in str(jax.make_jaxpr(gradient("offload(query)"))(WEIGHTS, X))
-
-
-def test_remat3_refuses_names_inside_a_custom_vjp():
-    @jax.custom_vjp
-    def kernel(x):
-        return jnp.sin(x)
-
-    def forward(x):
-        out = checkpoint_name(jnp.sin(x), "inside")
-        return out, (x, out)
-
-    kernel.defvjp(forward, lambda kept, d_out: (d_out * jnp.cos(kept[0]) + 0 * kept[1],))
-    loss = lambda x: jnp.sum(remat(lambda x: kernel(jnp.sin(x)), "save(inside)")(x))  # noqa: E731
-    assert jnp.isfinite(jax.grad(loss)(X)).all()
-    with remat3(), pytest.raises(PolicyError, match="names inside a custom_vjp are lost"):
-        jax.grad(loss)(X)
 
 
 def test_equal_policies_are_traced_once():

@@ -8,7 +8,6 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 from remat_kit.apply.linen_stack import stack_module
-from remat_kit.errors import ApplyError
 
 L, B, D = 4, 2, 6
 X = jax.random.normal(jax.random.key(1), (B, D))
@@ -87,14 +86,44 @@ def test_second_results_are_stacked():
     assert_close(model.apply(variables, X), y)
 
 
-def test_other_variables_are_refused():
-    class Normed(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            self.sow("intermediates", "x", x)
-            return nn.Dense(D)(x)
+class Normed(nn.Module):
+    """With batch statistics, and a sown value and a loss in each layer."""
 
-    model = stack_module(Normed, num_layers=L, plan="full")()
-    variables = model.init(jax.random.key(0), X)
-    with pytest.raises(ApplyError, match="only params are carried"):
-        model.apply({"params": variables["params"]}, X, mutable=["intermediates"])
+    @nn.compact
+    def __call__(self, x, *, train):
+        y = nn.BatchNorm(use_running_average=not train)(nn.Dense(D)(x))
+        self.sow("intermediates", "normed", y)
+        self.sow("losses", "aux", (y**2).mean(), init_fn=lambda: 0.0, reduce_fn=lambda total, new: total + new)
+        return x + jnp.tanh(checkpoint_name(y, "h"))
+
+
+class ScannedNormed(nn.Module):
+    @nn.compact
+    def __call__(self, x, *, train):
+        axes = {"params": 0, "batch_stats": 0, "intermediates": 0, "losses": 0}
+        scan = nn.scan(
+            lambda block, x, _: (block(x, train=train), None), variable_axes=axes, split_rngs={"params": True}, length=L
+        )
+        return scan(nn.share_scope(self, block := Normed()) or block, x, None)[0]
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("plan", PLANS)
+def test_statistics_sown_values_and_losses(plan, train):
+    def step(model, variables):
+        def loss(params):
+            mutable = ["batch_stats", "intermediates", "losses"] if train else ["losses"]
+            y, kept = model.apply({**variables, "params": params}, X, train=train, mutable=mutable)
+            return (y**2).sum() + kept["losses"]["aux"].sum(), kept
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"])
+
+    model, scanned = stack_module(Normed, num_layers=L, plan=plan)(), ScannedNormed()
+    variables = scanned.init(jax.random.key(0), X, train=True)
+    assert_equal(model.init(jax.random.key(0), X, train=True), variables)
+    kept = {name: variables[name] for name in ("params", "batch_stats")}
+    (value, written), grads = step(model, kept)
+    (plain_value, plain_written), plain_grads = step(scanned, kept)
+    assert set(written) == ({"batch_stats", "intermediates", "losses"} if train else {"losses"})
+    assert_close((value, grads), (plain_value, plain_grads))
+    assert_close(written, plain_written)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import jaxpr_as_fun
 
 from remat_kit import _jax
 from remat_kit.apply.checks import warn_of_known_faults
@@ -54,8 +55,13 @@ def checkpoint(
         return jax.checkpoint(named, policy=lower_policy(policy), prevent_cse=prevent_cse, static_argnums=static)
 
     def run(*args: Any) -> Any:
-        chosen = _lower_for_remat3(policy, jax.make_jaxpr(named, static_argnums=static)(*args))
-        return jax.checkpoint(named, policy=chosen, prevent_cse=prevent_cse, static_argnums=static)(*args)
+        # Traced once, as random counters of modules count traces.
+        closed, shapes = jax.make_jaxpr(named, static_argnums=static, return_shape=True)(*args)
+        chosen = _lower_for_remat3(policy, closed)
+        results = jax.checkpoint(jaxpr_as_fun(closed), policy=chosen, prevent_cse=prevent_cse)(
+            *jax.tree.leaves(args[num_static:])
+        )
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run
 

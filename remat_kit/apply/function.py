@@ -21,11 +21,11 @@ from remat_kit.apply.arguments import Constants, StaticArguments, join_arguments
 from remat_kit.apply.checkpoint import FindWeights, checkpoint
 from remat_kit.apply.checks import name_of, warn_of_idle_rules, warn_outside_loops
 from remat_kit.apply.jaxprs import equations_of
-from remat_kit.errors import ApplyError, PolicyError, RematWarning
+from remat_kit.errors import ApplyError, IdleRuleWarning, PolicyError, RematWarning
 from remat_kit.grammar import parse_policy
 from remat_kit.operations import MATMULS
 from remat_kit.plans import StackPlan
-from remat_kit.policy import NoRemat, Policy, Preset, Remat
+from remat_kit.policy import NoRemat, Policy, Preset, Remat, overruled
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -83,8 +83,18 @@ def rules_of(policy: Policy | StackPlan | str) -> Remat | None:
 
     Raises:
         PolicyError: The policy is mixed, or a preset, which only a model's roles turn into rules.
+
+    Warns:
+        IdleRuleWarning: A later rule speaks of all that a rule speaks of.
     """
     single = as_policy(policy)
+    for rule, later in overruled(single):
+        warnings.warn(
+            f"{rule} in {str(single)!r} has no effect, as {later} comes later and speaks of all its values: take it "
+            "out, or put it behind.",
+            IdleRuleWarning,
+            stacklevel=3,
+        )
     match single:
         case NoRemat():
             return None

@@ -2,20 +2,22 @@
 
 In: a block's class, a number of layers, a plan. Out: a maker of modules with the parameters that `nn.scan` over the same block
 has (`variable_axes={"params": 0}`, `split_rngs={"params": True}`), each `[L, …]`, whose layers are run by `remat_kit.stack`.
-Random keys are split per layer in the same way whatever the plan. Parameters are all the variables that a block may have.
+Random keys are split per layer in the same way whatever the plan. Other variables (batch statistics, caches, sown values) are
+`[L, …]` too, and come out of a layer beside its outputs.
 """
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from flax import linen as nn
+from flax.core.scope import CollectionFilter, subtract_filters
 
 from remat_kit.apply.arguments import Constants, StaticArguments, join_arguments, split_arguments
 from remat_kit.apply.segments import GroupOption
 from remat_kit.apply.stack import split_result, stack
-from remat_kit.errors import ApplyError
 from remat_kit.plans import Plan, StackPlan
 from remat_kit.policy import Policy
 
@@ -52,30 +54,32 @@ class LinenStack(nn.Module):
 
         Returns:
             What the last block returns; where blocks return a pair, with their second results stacked.
-
-        Raises:
-            ApplyError: The blocks have other variables than parameters.
         """
         if self.is_initializing():
             return self._scan(x, args, kwargs)
-        others = [name for name in self.variables if name != "params"]
-        if others or self.is_mutable_collection("intermediates"):
-            raise ApplyError(
-                f"{type(self).__name__} {self.name!r} has variables in {', '.join(others) or 'intermediates'}; only params are "
-                "carried through a stack: use nn.scan over remat_kit.remat(Block, policy), or return values as a second result."
-            )
         constants, leaves = split_arguments(args, kwargs, static=StaticArguments(), is_node=lambda _: False)
-        keys = {name: self.make_rng(name) for name in self.rngs if self.has_rng(name)}
-        return stack(
-            functools.partial(_run, self.make_block(parent=None), constants),
-            nn.meta.unbox(self.variables["params"]),
+        assert self.scope is not None
+        variables = nn.meta.unbox(dict(self.variables))
+        layer = _Layer(
+            block=self.make_block(parent=None),
+            constants=constants,
+            mutable=subtract_filters(self.scope.mutable, "params") or (),
+        )
+        carry, (outputs, written) = stack(
+            layer,
+            variables.pop("params", {}),
             x,
             self.plan,
+            xs=variables or None,
             consts=leaves,
-            key=keys,
+            key={name: self.make_rng(name) for name in self.rngs if self.has_rng(name)},
             group=self.group,
             unroll=self.unroll,
         )
+        for collection, values in written.items():
+            for name, value in values.items():
+                self.put_variable(collection, name, value)
+        return (carry, outputs) if layer.has_outputs else carry
 
     def _scan(self, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes the parameters, in the scope of this module."""
@@ -90,7 +94,7 @@ class LinenStack(nn.Module):
 
         scan = nn.scan(
             layer,
-            variable_axes={"params": 0},
+            variable_axes={True: 0},  # all collections
             split_rngs=dict.fromkeys(("params", *self.rngs), True),
             length=self.num_layers,
             metadata_params={nn.PARTITION_NAME: self.partition_name},
@@ -146,8 +150,31 @@ def stack_module(
     return make
 
 
-def _run(
-    block: nn.Module, constants: Constants, params: Any, x: Any, *, consts: list[jax.Array], key: dict[str, jax.Array]
-) -> Any:
-    args, kwargs = join_arguments(constants, consts)
-    return block.apply({"params": params}, x, *args, rngs=key, **kwargs)
+@dataclass(eq=False, kw_only=True)
+class _Layer:
+    """A block of a stack as `stack` calls it; notes whether it has outputs.
+
+    Attributes:
+        block: The block, unbound.
+        constants: What of the arguments stays Python.
+        mutable: The collections that the block may write.
+        has_outputs: Whether the block returns a pair.
+    """
+
+    block: nn.Module
+    constants: Constants
+    mutable: CollectionFilter
+    has_outputs: bool = False
+
+    @property
+    def __name__(self) -> str:
+        return type(self.block).__name__
+
+    def __call__(
+        self, params: Any, x: Any, *, consts: list[jax.Array], key: dict[str, jax.Array], xs: Any = None
+    ) -> tuple[Any, tuple[Any, dict[str, Any]]]:
+        args, kwargs = join_arguments(self.constants, consts)
+        variables = {"params": params, **(xs or {})}
+        result, written = self.block.apply(variables, x, *args, rngs=key, mutable=self.mutable, **kwargs)
+        self.has_outputs, carry, outputs = split_result(result, x)
+        return carry, (outputs, dict(written))

@@ -53,7 +53,7 @@ def call_with_modules(
         args, kwargs = join_arguments(constants, leaves)
         return fn(*args, **kwargs)
 
-    if all(variable._can_update for variable in _variables(leaves)):  # no public name asks
+    if all(variable._can_update for variable in variables_of(leaves)):  # no public name asks
         return _call_and_update_graph(call, leaves, wrapping)
     return _call_and_write_changes(call, leaves, wrapping)
 
@@ -87,7 +87,7 @@ def _call_and_write_changes(call: Callable[[list[Any]], Any], leaves: list[Any],
 
     def pure(state: Any) -> tuple[Any, list[Any]]:
         inside = nnx.merge(graphdef, state)
-        variables = _variables(inside)
+        variables = variables_of(inside)
         before = [variable.get_raw_value() for variable in variables]
         result = call(inside)
         after = [variable.get_raw_value() for variable in variables]
@@ -95,14 +95,10 @@ def _call_and_write_changes(call: Callable[[list[Any]], Any], leaves: list[Any],
         return result, [after[position] for position in changed]
 
     result, values = checkpointed(pure, wrapping, find_weights=_find_weights)(state)
-    variables = _variables(leaves)
+    variables = variables_of(leaves)
     for position, value in zip(changed, values, strict=True):
         variables[position].set_value(value)
     return result
-
-
-def _variables(tree: Any) -> list[nnx.Variable]:
-    return [node for _, node in nnx.iter_graph(tree, graph=True) if isinstance(node, nnx.Variable)]
 
 
 def _find_weights(*trees: Any) -> list[bool]:
@@ -121,6 +117,11 @@ def with_class(module: nnx.Module, module_class: type[nnx.Module]) -> Any:
 def is_node(value: Any) -> bool:
     """Whether an object is handed to NNX as it is."""
     return isinstance(value, nnx.Pytree | nnx.Variable)
+
+
+def variables_of(tree: Any) -> list[nnx.Variable]:
+    """The variables of the modules in a tree, each once, in the order of the graph."""
+    return [node for _, node in nnx.iter_graph(tree, graph=True) if isinstance(node, nnx.Variable)]
 
 
 def _wrap_class(module_class: type[nnx.Module], wrapping: Wrapping) -> type[nnx.Module]:

@@ -34,8 +34,7 @@ def _guard_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[j
 def _refuse(*_: Any, **__: Any) -> Any:
     raise ForwardModeError(
         "a stack whose layers follow different policies, or groups, has no forward-mode derivative (jax.jvp, jax.linearize, "
-        "jax.jacfwd): use a plan with one policy there, or reverse mode (jax.vjp, jax.grad, "
-        "jax.jacrev; jax.hessian as jacrev of jacrev)."
+        "jax.jacfwd): use a plan with one policy there, or reverse mode (jax.vjp, jax.grad, jax.jacrev, jax.hessian)."
     )
 
 

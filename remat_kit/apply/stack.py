@@ -71,7 +71,7 @@ def stack(
         IdleRuleWarning: A rule keeps nothing: no value of the block has its name, or the block only returns it.
 
     Note:
-        A mixed plan has no forward-mode derivative (`jax.jvp`, `jax.hessian`), and JAX says so: use a plan with one policy there.
+        A mixed plan, or one with `group`, has no forward-mode derivative (`jax.jvp`), which is an error: use one policy there.
 
     Example:
         >>> import jax, jax.numpy as jnp
