@@ -104,7 +104,7 @@ class PeakClass:
     Attributes:
         kind: What the bytes hold.
         name: Which of the kind: the argument's path, the residual's name, the operation.
-        layers: Layers that are stacked in it; 1 = not stacked.
+        layers: Layers that are stacked in it, or were added up (the name then has a star); 1 = neither.
         bytes: Memory that it takes, padding not included (padding has lines of its own).
         logical_bytes: Product of shape and element size of its values.
         source: `file:line` of the user's code; may be empty.

@@ -198,7 +198,7 @@ def test_the_timeline_marks_the_peak():
     assert max(column.live_bytes for column in shown) == max(point.live_bytes for point in found.timeline)
     (peak,) = (column for column in shown if column.is_peak)
     assert peak.live_bytes == max(column.live_bytes for column in shown)
-    assert shown[0].phase in (StepPhase.FORWARD, StepPhase.UPDATE)
+    assert {column.phase for column in shown} >= {StepPhase.FORWARD, StepPhase.BACKWARD}
 
 
 def test_markdown_has_the_same_rows():

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from remat_kit.analysis.assignment import Allocation
 from remat_kit.analysis.classify import label_of
 from remat_kit.analysis.dump import Dump
-from remat_kit.analysis.labels import Evidence, Label
+from remat_kit.analysis.labels import Evidence, Label, layer_patterns
 from remat_kit.analysis.liveness import Arena, LiveValue, logical_bytes, space_of
 from remat_kit.analysis.shapes import arrays_of
 from remat_kit.memory import PeakClass, PeakKind, Space, StepPhase
@@ -43,7 +43,8 @@ def peak_classes(
     Returns:
         Lines, largest first; they sum to arguments + outputs - aliases + arena.
     """
-    lines = [*_fixed(dump, evidence, space), *_merge(_settle(list(_pieces(evidence, arena, phases))))]
+    temporaries = _over_layers(list(_merge(_settle(list(_pieces(evidence, arena, phases))))))
+    lines = [*_fixed(dump, evidence, space), *temporaries]
     holes = arena.size_bytes - arena.live_bytes
     if holes:
         lines.append(_line(PeakKind.HOLES, "between living buffers", num_bytes=holes))
@@ -165,3 +166,25 @@ def _merge(pieces: Iterable[_Piece]) -> Iterator[PeakClass]:
         )
         if padding := sum(piece.padding_bytes for piece in members):
             yield _line(PeakKind.PADDING, name, num_bytes=padding)
+
+
+def _over_layers(lines: list[PeakClass]) -> Iterator[PeakClass]:
+    """Adds up what layers that are modules of their own hold alike: one line a name, with a star for the layer's number."""
+    patterns = layer_patterns({line.name for line in lines if line.layers == 1})
+    groups: dict[tuple[PeakKind, str, str, int, tuple[int, ...]], list[PeakClass]] = {}
+    for line in lines:
+        dims = arrays_of(line.shape)[0].dims if arrays_of(line.shape) else ()
+        key = (line.kind, patterns.get(line.name, line.name), line.source, line.layers, dims)
+        groups.setdefault(key, []).append(line)
+    for (_, pattern, *_), members in groups.items():
+        if len(members) == 1:
+            yield members[0]
+            continue
+        yield replace(
+            members[0],
+            name=pattern,
+            layers=len(members) if members[0].layers == 1 else members[0].layers,
+            bytes=sum(line.bytes for line in members),
+            logical_bytes=sum(line.logical_bytes for line in members),
+            num_buffers=sum(line.num_buffers for line in members),
+        )

@@ -19,6 +19,7 @@ from remat_kit.analysis.labels import Evidence, Label, residual_name, short_name
 from remat_kit.analysis.phases import phase_of
 from remat_kit.analysis.shapes import ArrayShape, arrays_of, element_of
 from remat_kit.analysis.stacks import LAYER_INPUTS, Stack, fits, same_source
+from remat_kit.graph import Residual
 from remat_kit.memory import PeakKind, StepPhase
 
 _RNG = re.compile(r"random_bits|random_gamma|threefry|bernoulli|dropout|rng_|random_seed|random_wrap")
@@ -145,17 +146,21 @@ def _label_of_instruction(evidence: Evidence, instruction: Instruction, position
     argument = next((each for each in evidence.arguments if each.number == origin.argument), None)
     kind, name, certainty = _judge(evidence, instruction, position, array, named.op_name, argument, point)
     if kind is PeakKind.RESIDUALS:
-        name = _name_of_residual(evidence, array, source) or name
+        name = _name_of_residual(evidence, array, source, named.op_name) or name
     return Label(kind=kind, name=name, op_name=named.op_name, source=source, certainty=certainty)
 
 
-def _name_of_residual(evidence: Evidence, array: ArrayShape, source: str) -> str | None:
+def _name_of_residual(evidence: Evidence, array: ArrayShape, source: str, op_name: str) -> str | None:
     """What the trace calls a residual that no loop stacks."""
-    for residual in evidence.residuals:
-        is_same = residual.num_layers == 1 and same_source(residual.source, source)
-        if is_same and fits(residual, array, num_devices=evidence.flow.module.num_partitions):
-            return residual_name(residual, "")
-    return None
+    path = f"/{short_name(op_name)}/"
+    single = [each for each in evidence.residuals if each.num_layers == 1 and _fits(evidence, each, array)]
+    by_path = (each for each in single if any(f"/{name}/" in path for name in each.names))  # a module's own path
+    found = next(by_path, None) or next((each for each in single if same_source(each.source, source)), None)
+    return None if found is None else residual_name(found, op_name)
+
+
+def _fits(evidence: Evidence, residual: Residual, array: ArrayShape) -> bool:
+    return fits(residual, array, num_devices=evidence.flow.module.num_partitions)
 
 
 def _named(flow: Dataflow, instruction: Instruction) -> Instruction:

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 LIBRARY_FOLDER = "site-packages/"
 """What paths of installed libraries start with, once the folders of a machine are removed from a dump."""
 
-_LIBRARIES = (LIBRARY_FOLDER, "remat_kit/")
+FRAMEWORKS = ("jax", "jaxlib", "flax", "optax", "chex", "einops")
+"""Installed libraries whose lines say nothing of a model; those of a library of models do."""
+
+_LIBRARIES = (*(f"{LIBRARY_FOLDER}{name}/" for name in FRAMEWORKS), "remat_kit/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +116,7 @@ def attribute(instruction: Instruction, key: str) -> str | None:
 
 
 def source_of(module: HloModule, frame: int) -> str:
-    """`file:line` of the innermost frame outside installed libraries and remat-kit, else of the innermost; empty when unknown."""
+    """`file:line` of the innermost frame outside frameworks and remat-kit, else of the innermost; empty when unknown."""
     innermost = module.frames.get(frame)
     found = innermost
     while found is not None and found.file.startswith(_LIBRARIES):

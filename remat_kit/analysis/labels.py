@@ -5,7 +5,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from remat_kit.analysis.arguments import Argument
@@ -14,6 +14,9 @@ from remat_kit.analysis.stacks import LAYER_INPUTS, Stack
 from remat_kit.graph import Residual
 from remat_kit.memory import PeakKind
 
+_WRAPPER = ".remat"
+_NUMBER_PART = re.compile(r"(?<![^/'\[])\d+(?![^/'\]])")
+_NUMBER_ENDING = re.compile(r"_\d+(?=$|[/'\]])")
 _DROPPED = re.compile(
     r"^(?:jit|pjit|xla_call|core_call|remat|vmap|custom_jvp_call|custom_vjp_call)\(.*\)$|^(?:while|body|cond|closed_call|checkpoint|"
     r"rematted_computation|eval_jaxpr|branch_\d+_fun|shard_map|custom_vjp_call|custom_jvp_call|jvp\(\)|transpose\(jvp\(\)\)|remat_kit\.\w+)$"
@@ -67,15 +70,36 @@ class Evidence:
 
 
 def vocabulary_of(arguments: Sequence[Argument]) -> frozenset[int]:
-    """Dimensions of two-dimensional weights that are larger than the other one and that no stacked weight has."""
+    """Dimensions of two-dimensional weights that are larger than the other one and that no stacked weight and no batch has."""
     weights = [each for each in arguments if each.kind is PeakKind.PARAMETERS]
     inner = {dim for each in weights if len(each.global_dims) > 2 for dim in each.global_dims}
     named = [each for each in weights if len(each.global_dims) == 2 and max(each.global_dims) >= 512]
     large = {dim for each in named for dims in (each.global_dims, each.local.dims) for dim in dims if dim == max(dims)}
     words = re.compile(r"emb|head|wte|vocab|unembed|logits", re.IGNORECASE)
     sure = {dim for each in named if words.search(each.path) for dim in (max(each.global_dims), max(each.local.dims))}
-    tokens = {math.prod(each.local.dims) for each in arguments if each.kind is PeakKind.BATCH}
+    batches = [each for each in arguments if each.kind is PeakKind.BATCH]
+    tokens = {math.prod(each.local.dims) for each in batches}  # and the lengths of learned positions
+    tokens |= {dim for each in batches for dim in (*each.local.dims, *each.global_dims)}
     return frozenset((large - inner - tokens) & sure)
+
+
+def layer_patterns(names: Iterable[str]) -> dict[str, str]:
+    """Each name with a star for the number of its layer, so that layers that are modules of their own share a name.
+
+    A number is a layer's when it is a part of a path by itself, or ends a part and has three values at least (`block_0`,
+    `block_1`, `block_2`, but not `ln_1`, `ln_2`).
+
+    Example:
+        >>> layer_patterns(["h/0/ln_1/mul", "h/1/ln_1/mul", "h/1/ln_2/mul"])["h/1/ln_2/mul"]
+        'h/*/ln_2/mul'
+    """
+    paths = {name: _NUMBER_PART.sub("*", name) for name in names}
+    endings: dict[str, set[str]] = {}
+    for path in paths.values():
+        endings.setdefault(_NUMBER_ENDING.sub("_*", path), set()).add(path)
+    wide = {pattern for pattern, variants in endings.items() if len(variants) > 2}
+    starred = {path: _NUMBER_ENDING.sub("_*", path) for path in paths.values()}
+    return {name: starred[path] if starred[path] in wide else path for name, path in paths.items()}
 
 
 def residual_name(residual: Residual | None, op_name: str) -> str:
@@ -88,16 +112,26 @@ def residual_name(residual: Residual | None, op_name: str) -> str:
 
 
 def short_name(op_name: str) -> str:
-    """An operation's name without the transformations and loops around it.
+    """An operation's name without the transformations, loops and rematerializing wrappers around it.
 
     Example:
         >>> short_name("jit(step)/transpose(jvp(head))/while/body/closed_call/checkpoint/mlp/dot_general")
         'head/mlp/dot_general'
+        >>> short_name("jit(step)/jvp(Model)/h/0/checkpoint/0.remat/0/mlp/dot_general")
+        'Model/h/0/mlp/dot_general'
     """
-    words = []
+    words: list[str] = []
+    wrapped = ""  # a module in its wrapper comes three times: h/0, 0.remat, 0
     for part in op_name.split("/"):
         if _DROPPED.match(part):
             continue
         inner = re.match(r"^(?:transpose\(|jvp\(|vmap\()+([^()]*)\)+$", part)
-        words.append(inner[1] if inner else part)
-    return "/".join(word for word in words if word)
+        word = inner[1] if inner else part
+        if word.endswith(_WRAPPER):
+            wrapped = word.removesuffix(_WRAPPER)
+            word = "" if words and words[-1].split(".")[-1] == wrapped else wrapped
+        elif word == wrapped:
+            word, wrapped = "", ""
+        if word:
+            words.append(word)
+    return "/".join(words)

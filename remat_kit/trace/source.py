@@ -7,12 +7,15 @@ from collections.abc import Hashable
 from typing import Any
 
 from remat_kit import _jax
+from remat_kit.analysis.hlo import FRAMEWORKS
 
-_LIBRARIES = (sysconfig.get_path("purelib"), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_INSTALLED = sysconfig.get_path("purelib")
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LIBRARIES = (*(os.path.join(_INSTALLED, name, "") for name in FRAMEWORKS), _OWN)
 
 
 def source_line(eqn: Any) -> str:
-    """The innermost line outside installed libraries and remat-kit, else the innermost one; empty when unknown.
+    """The innermost line outside frameworks and remat-kit, else the innermost one; empty when unknown.
 
     Returns:
         `file:line`, the file relative to the working directory where it lies below it.
@@ -28,13 +31,13 @@ def source_line(eqn: Any) -> str:
 def call_site(eqn: Any) -> tuple[Hashable, ...]:
     """What made an equation, and what called that, up to remat-kit: the same whenever a block is traced, for whichever loop."""
     stack = _jax.call_stack(eqn)
-    ours = next((index for index, (code, _) in enumerate(stack) if code.co_filename.startswith(_LIBRARIES[1])), len(stack))
+    ours = next((index for index, (code, _) in enumerate(stack) if code.co_filename.startswith(_OWN)), len(stack))
     return tuple(stack[: max(1, ours)])
 
 
 @functools.cache
 def _shorten(file: str) -> str:
-    if file.startswith(_LIBRARIES[0]):
-        return os.path.relpath(file, _LIBRARIES[0])
+    if file.startswith(_INSTALLED):
+        return os.path.relpath(file, _INSTALLED)
     relative = os.path.relpath(file)
     return file if relative.startswith("..") else relative
