@@ -13,6 +13,9 @@ from train.errors import TrainWarning
 from train.loop import checks_donation
 from train.state import buffer_addresses, fingerprints, reused_share
 
+# orbax drops the futures of a checkpoint that could not be read.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 WIDTH = 1024
 PARAMETER_BYTES = WIDTH * WIDTH * 4
 

@@ -121,7 +121,7 @@ def test_below_the_floor_says_what_fills_the_memory_and_measures_ways_out(tmp_pa
     assert data["sentence"].startswith("Nothing fits: the smallest plan found, 'full'")
     ways = {way["text"]: way for way in data["ways_out"]}
     assert ways["batch 16 instead of 32"]["total_bytes"] == total_bytes("full", depth=4, batch=16)
-    assert ways["a chunk of 1 instead of 16"]["total_bytes"] < data["compiled_total_bytes"]
+    assert ways["a chunk of 1 instead of 16"]["total_bytes"] <= data["compiled_total_bytes"]
     assert ways["batch 8 instead of 32"]["total_bytes"] < ways["batch 16 instead of 32"]["total_bytes"]
     assert "arguments have no shardings" in ways["twice the devices (cpu:2), the same batch in all"]["error"]
 
@@ -321,6 +321,7 @@ def test_modules_of_a_model_that_nobody_edits(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_plan_for_gpt2_trains_on_cpu(tmp_path):
     options = {"layers": 4, "dtype": "float32"}
     planned = remat_kit.plan("models:gpt2_tiny", target="cpu", budget="6MiB", options=options)
@@ -340,6 +341,7 @@ def test_a_plan_for_gpt2_trains_on_cpu(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not availability("cuda").is_available, reason="needs XLA's GPU compiler: pip install 'remat-kit[gpu]'")
 def test_gpt2_small_on_h100():
     settings = remat_kit.PlanSettings(budget="2GiB", options={"layers": 6, "attention": "xla"})

@@ -20,6 +20,7 @@ from remat_kit.errors import IdleRuleWarning, RematWarning, nearest
 from remat_kit.policy import Action, Named, Policy, Remat, matches
 
 _LOOPS = tuple(inspect.unwrap(loop).__code__ for loop in (jax.lax.scan, jax.lax.while_loop, jax.lax.fori_loop))
+_FLAX_LOOPS = "flax.core.axes_scan"
 
 # What hands a value on, or adds it to another, without a need of the value itself in the backward pass.
 _LINEAR = frozenset(
@@ -95,6 +96,8 @@ def warn_outside_loops(what: str) -> None:
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code not in _LOOPS:
+        if frame.f_globals.get("__name__") == _FLAX_LOOPS:
+            return  # it traces a body once by itself before its loop does
         frame = frame.f_back
     if frame is None or frame.f_locals.get("unroll", 1) not in (1, False):
         _warn_at(
