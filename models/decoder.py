@@ -139,7 +139,7 @@ class Decoder(nn.Module):
         """Hidden states after the final norm, as the head is the loss's business; and load-balancing losses (L, B) of experts."""
         config = self.config
         x_BTD, angles = self.embed(tokens_BT), self.angles(tokens_BT.shape[1])
-        made = stack_module(Block, num_layers=config.num_layers, plan=self.plan, group=self.group)
+        made = stack_module(Block, num_layers=config.num_layers, plan=self.plan, group=self.group)  # pyright: ignore[reportArgumentType]
         layers = made(config, self.runtime, name="layers")
         x_BTD, balance_LB = layers(x_BTD, angles)
         if not config.has_tied_head:

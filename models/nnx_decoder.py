@@ -102,7 +102,7 @@ class NnxDecoder(nnx.Module):
         def layer(params: Any, x_BTD: jax.Array) -> jax.Array:
             return nnx.merge(graph, params)(x_BTD)
 
-        return self.final_norm(stack(layer, params, self.embed(tokens_BT), self.plan, group=self.group))
+        return self.final_norm(stack(layer, params, self.embed(tokens_BT), self.plan, group=self.group))  # pyright: ignore[reportArgumentType]
 
     def embed(self, tokens_BT: jax.Array) -> jax.Array:
         """Rows of the embedding, plus positions."""

@@ -103,7 +103,7 @@ def make_step(
     runtime = Runtime(dtype=dtype, kernel=kernel, layout=layout, adapter=options.adapter)
     group = options.group if any(segment.policy == FULL and segment.num_layers != 1 for segment in plan.segments) else None
     if api is Api.NNX:
-        model = NnxLanguageModel(config=config, runtime=runtime, plan=plan, group=group or None)
+        model = NnxLanguageModel(config=config, runtime=runtime, plan=plan, group=group or None)  # pyright: ignore[reportArgumentType]
         return _as_step(model, functools.partial(init_nnx_params, model=model), stack, options, notes)
     model = Decoder(config, runtime, plan, group=group or None)
     made = _as_step(model, functools.partial(init_params, model=model), stack, options, notes)
@@ -118,7 +118,7 @@ def _as_step(
         init_params=init,
         loss=functools.partial(loss_fn, model=model, chunk=options.chunk),
         batch=_abstract_batch(layout, options),
-        random_batch=functools.partial(_random_batch, vocab_size=model.config.vocab_size, options=options),
+        random_batch=functools.partial(_random_batch, vocab_size=model.config.vocab_size, options=options),  # pyright: ignore[reportArgumentType]
         layout=layout,
         stack=stack,
         num_labels=model.config.vocab_size,

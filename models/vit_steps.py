@@ -84,7 +84,7 @@ def _as_step(model: Vit, stack: Stack, options: VitOptions, notes: tuple[str, ..
             name: jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding(BATCH))
             for name, (shape, dtype) in _batch_types(config, options.batch).items()
         },
-        random_batch=functools.partial(_random_batch, config=config, batch=options.batch),
+        random_batch=functools.partial(_random_batch, config=config, batch=options.batch),  # pyright: ignore[reportArgumentType]
         layout=layout,
         stack=stack,
         num_labels=config.num_classes,

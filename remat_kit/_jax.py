@@ -226,7 +226,7 @@ GPU_OFFLOAD_PASS = "dynamic-slice-annotator"
 GPU_OFFLOAD_FAULT = (
     None
     if jaxlib.version.__version_info__ >= (0, 11, 2)
-    else f"jaxlib {jaxlib.__version__} reads values offloaded inside a loop back in the wrong order on GPUs, so that gradients "
+    else f"jaxlib {jaxlib.__version__} reads values offloaded inside a loop back in the wrong order on GPUs, so that gradients "  # pyright: ignore[reportPrivateImportUsage]
     "are silently wrong (openxla/xla#46231, put right in 0.11.2): update jaxlib, or set "
     f"XLA_FLAGS=--xla_disable_hlo_passes={GPU_OFFLOAD_PASS}."
 )

@@ -159,7 +159,7 @@ def _learning_rate(built: Built) -> Callable[[int], float | None]:
     if not isinstance(built.step, ModelStep):
         return lambda _: None
     schedule = make_schedule(built.step.optimizer)
-    return lambda step: float(schedule(step - 1))
+    return lambda step: float(schedule(step - 1))  # pyright: ignore[reportArgumentType]
 
 
 def _weighted_evaluation(built: Built) -> Callable[[Any, Any], tuple[jax.Array, jax.Array]] | None:

@@ -5,6 +5,9 @@ the loop's body, or before the loop. Made for measuring, not for training: a cas
 XLA folds both, so that other uses of a weight read the rounded value. Scans inside of jit are reached, in other programs not.
 """
 
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+# (jaxprs are untyped)
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum

@@ -30,7 +30,7 @@ def explanation_json(explanation: Explanation) -> str:
     for part in _OPENED:
         for name, value in data.pop(part).items():
             if (part, name) not in _HIDDEN:
-                flat[_RENAMED.get((part, name), name)] = value
+                flat[_RENAMED.get((part, name), name)] = value  # pyright: ignore[reportArgumentType]
     flat |= data
     flat["versions"] = dict(explanation.versions)
     flat["options"], flat["flags"] = dict(explanation.options), dict(explanation.flags)
