@@ -7,6 +7,7 @@ optionally what the step says of its roles. Out: `Argument`. Without roles, the 
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from remat_kit.analysis.hlo import HloModule, Instruction, attribute
 from remat_kit.analysis.shapes import ArrayShape, arrays_of
@@ -116,6 +117,7 @@ def same_dims(left: Iterable[int], right: Iterable[int]) -> bool:
     return sorted(dim for dim in left if dim != 1) == sorted(dim for dim in right if dim != 1)
 
 
+@lru_cache(maxsize=8192)
 def forms_of(argument: Argument) -> tuple[tuple[int, ...], ...]:
     """Shapes under which an argument, its gradient or a copy appears: whole and one layer of it, over all devices and on one."""
     whole = (argument.global_dims, argument.local.dims)

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from remat_kit.analysis.assignment import Allocation
 from remat_kit.analysis.classify import label_of
 from remat_kit.analysis.dump import Dump
-from remat_kit.analysis.labels import Evidence, Label, layer_patterns
+from remat_kit.analysis.labels import Evidence, Label, layer_patterns, short_name
 from remat_kit.analysis.liveness import Arena, LiveValue, logical_bytes, space_of
 from remat_kit.analysis.shapes import arrays_of
+from remat_kit.graph import Residual
 from remat_kit.memory import PeakClass, PeakKind, Space, StepPhase
 
 
@@ -111,15 +112,19 @@ def _pieces(evidence: Evidence, arena: Arena, phases: Sequence[StepPhase]) -> It
 
 
 def _settle(pieces: list[_Piece]) -> list[_Piece]:
-    """Where a stack is dead and a copy of it in another layout lives, the copy is the stack."""
+    """Where a stack is dead and a copy of it in another layout lives, the copy is the stack; a residual is one buffer only."""
     alive = {piece.label.stack for piece in pieces if not piece.label.is_copy}
-    settled = []
+    settled, taken = [], set[Residual]()
     for piece in pieces:
         label = piece.label
         if label.is_copy and label.stack in alive:
             label = replace(label, name=f"{label.name}, copied", logical_bytes=None)
         elif label.is_copy:
             alive.add(label.stack)
+        if label.residual is not None and label.residual in taken:
+            label = replace(label, name=short_name(label.op_name) or label.residual.kind)
+        elif label.residual is not None:
+            taken.add(label.residual)
         settled.append(replace(piece, label=label))
     return settled
 

@@ -145,18 +145,18 @@ def _label_of_instruction(evidence: Evidence, instruction: Instruction, position
     source = source_of(flow.module, named.frame)
     argument = next((each for each in evidence.arguments if each.number == origin.argument), None)
     kind, name, certainty = _judge(evidence, instruction, position, array, named.op_name, argument, point)
-    if kind is PeakKind.RESIDUALS:
-        name = _name_of_residual(evidence, array, source, named.op_name) or name
-    return Label(kind=kind, name=name, op_name=named.op_name, source=source, certainty=certainty)
+    residual = _residual_of(evidence, array, source, named.op_name) if kind is PeakKind.RESIDUALS else None
+    if residual is not None:
+        name = residual_name(residual, named.op_name)
+    return Label(kind=kind, name=name, op_name=named.op_name, source=source, certainty=certainty, residual=residual)
 
 
-def _name_of_residual(evidence: Evidence, array: ArrayShape, source: str, op_name: str) -> str | None:
-    """What the trace calls a residual that no loop stacks."""
-    path = f"/{short_name(op_name)}/"
+def _residual_of(evidence: Evidence, array: ArrayShape, source: str, op_name: str) -> Residual | None:
+    """What the trace calls a residual that no loop stacks: by the path of the module that makes it, else by source line."""
+    module = f"/{short_name(op_name).rpartition('/')[0]}"
     single = [each for each in evidence.residuals if each.num_layers == 1 and _fits(evidence, each, array)]
-    by_path = (each for each in single if any(f"/{name}/" in path for name in each.names))  # a module's own path
-    found = next(by_path, None) or next((each for each in single if same_source(each.source, source)), None)
-    return None if found is None else residual_name(found, op_name)
+    by_path = (each for each in single if any(module.endswith(f"/{name}") for name in each.names))
+    return next(by_path, None) or next((each for each in single if same_source(each.source, source)), None)
 
 
 def _fits(evidence: Evidence, residual: Residual, array: ArrayShape) -> bool:

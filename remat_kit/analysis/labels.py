@@ -36,6 +36,7 @@ class Label:
         certainty: How strong the evidence is: of several names for one buffer the most certain wins.
         stack: For a stack, or a copy or cast of a whole one: which stack.
         is_copy: Whether it is a copy. Where the stack itself is dead, the copy is it.
+        residual: What the trace calls a residual that no loop stacks; None = unknown.
         logical_bytes: Of a copy in another element type: those of the stack itself. None = the buffer's own.
     """
 
@@ -47,6 +48,7 @@ class Label:
     certainty: int = 0
     stack: str = ""
     is_copy: bool = False
+    residual: Residual | None = None
     logical_bytes: int | None = None
 
 

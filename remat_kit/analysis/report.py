@@ -58,7 +58,8 @@ def explain_memory(
         vocabulary=vocabulary_of(arguments),
     )
     arena = arena_of(dump, Space.DEVICE)
-    totals, notes = check_totals(totals_of(dump, Space.DEVICE, arena), device, peak_memory_bytes=peak_memory_bytes)
+    found, host_bytes = totals_of(dump, Space.DEVICE, arena), 0 if host is None else host.total_bytes
+    totals, notes = check_totals(found, device, peak_memory_bytes=peak_memory_bytes, host_bytes=host_bytes)
     phases = schedule_phases(dump, flow)
     classes = peak_classes(dump, evidence, arena, phases, space=Space.DEVICE)
     if totals.reserved_bytes:
@@ -82,7 +83,7 @@ def explain_memory(
 
 
 def check_totals(
-    totals: SpaceTotals, compiler: MemoryBytes | None, *, peak_memory_bytes: int | None = None
+    totals: SpaceTotals, compiler: MemoryBytes | None, *, peak_memory_bytes: int | None = None, host_bytes: int = 0
 ) -> tuple[SpaceTotals, tuple[str, ...]]:
     """Holds the dump's totals against the compiler's.
 
@@ -94,6 +95,7 @@ def check_totals(
         totals: From the dump.
         compiler: From `memory_analysis()`; None = nothing to check (a refused program).
         peak_memory_bytes: The compiler's `peak_memory_in_bytes`.
+        host_bytes: Total of host memory, which libtpu counts in that peak.
 
     Returns:
         Totals with the reserved bytes, and notes.
@@ -110,7 +112,8 @@ def check_totals(
     if 0 <= reserved <= MAX_RESERVED_BYTES:
         return replace(totals, reserved_bytes=reserved), ()
     fixed = totals.argument_bytes + totals.output_bytes - totals.alias_bytes
-    is_within = peak_memory_bytes is not None and peak_memory_bytes <= fixed + totals.arena_bytes + MAX_RESERVED_BYTES
+    limit = fixed + totals.arena_bytes + host_bytes + MAX_RESERVED_BYTES
+    is_within = peak_memory_bytes is not None and peak_memory_bytes <= limit
     if reserved > 0 and is_within and peak_memory_bytes and peak_memory_bytes >= totals.argument_bytes:
         note = (
             f"The compiler reports {compiler.temp_bytes} bytes of temporaries, its buffer assignment {totals.arena_bytes}: "
@@ -126,7 +129,8 @@ def check_dump(totals: BufferTotals, *, device: MemoryBytes, host: MemoryBytes, 
     Raises:
         DumpError: If they disagree.
     """
-    check_totals(_as_space(totals.device, Space.DEVICE), device, peak_memory_bytes=peak_memory_bytes)
+    found, host_bytes = _as_space(totals.device, Space.DEVICE), host.total_bytes
+    check_totals(found, device, peak_memory_bytes=peak_memory_bytes, host_bytes=host_bytes)
     check_totals(_as_space(totals.host, Space.HOST), host)
 
 
