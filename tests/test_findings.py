@@ -28,6 +28,7 @@ from remat_kit.verbs.question import Answer, Insides, Question, Task
 DEPTH, BATCH, SEQ, WIDTH, VOCAB = 6, 8, 256, 256, 4096
 FF = 4 * WIDTH
 F32, BF16 = 4, 2
+IS_OLD = jax.__version_info__ < (0, 12)  # XLA made float32 of bfloat16 on CPU, and dropped barriers there
 WEIGHTS = 2 * DEPTH * WIDTH * FF  # elements of the MLP stack
 ONE_MATMUL = 2 * DEPTH * BATCH * SEQ * WIDTH * FF  # of all layers
 
@@ -116,7 +117,7 @@ def test_a_toy_on_a_tpu_is_told_apart(explained):
     assert FindingKind.ON_CHIP_TOY not in kinds(explained(target="v5e:1x1", depth=4, batch=16, seq=1024, width=512))
 
 
-@pytest.mark.parametrize(("target", "width"), [("h100", BF16), ("cpu", F32)])  # XLA makes float32 of bfloat16 on CPU
+@pytest.mark.parametrize(("target", "width"), [("h100", BF16), ("cpu", F32 if IS_OLD else BF16)])
 def test_a_cast_outside_the_scan_keeps_a_copy_of_all_weights(explained, target, width):
     insides = explained(fault="cast outside", target=target)
     finding = the_only(insides, FindingKind.WEIGHT_COPIES)
@@ -157,10 +158,16 @@ def test_attention_output_saved_without_statistics_runs_again(explained):
     assert finding.remedy.change == Change(policy="full")
 
 
-def test_an_undonated_momentum_is_there_twice(explained):
-    insides = explained(fault="momentum not donated", most_checks=1)
+def test_an_undonated_momentum_is_found(explained):
+    insides = explained(fault="momentum not donated")
+    assert kinds(insides) == [FindingKind.NOT_DONATED]
+    assert (insides.findings[0].names, insides.findings[0].bytes_at_stake) == (("momentum",), F32 * WEIGHTS)
+
+
+def test_a_state_that_nobody_donates_is_there_twice(explained):
+    insides = explained(donate=(), most_checks=1)
     finding = the_only(insides, FindingKind.NOT_DONATED)
-    assert (finding.names, finding.bytes_at_stake) == (("momentum",), F32 * WEIGHTS)
+    assert (finding.names, finding.bytes_at_stake) == (("params", "momentum"), 2 * F32 * WEIGHTS)
     assert finding.remedy is not None
     assert finding.remedy.change == Change(donate=(0, 1))
     assert finding.checked is not None
@@ -199,8 +206,10 @@ def test_remat_of_unrolled_layers_without_barriers_is_undone(explained):
 
 
 def test_on_cpu_a_report_says_that_barriers_are_dropped(explained):
-    finding = the_only(explained(unrolls=True), FindingKind.RECOMPUTE_MERGED)
-    assert "XLA drops barriers on CPU" in finding.message
+    unrolled = explained(unrolls=True)
+    assert (FindingKind.RECOMPUTE_MERGED in kinds(unrolled)) is IS_OLD
+    finding = the_only(explained(unrolls=True, fault="no barrier"), FindingKind.RECOMPUTE_MERGED)
+    assert "jaxlib 0.10 drops barriers on CPU" in finding.message
 
 
 def test_unrolled_layers_are_counted(explained):
@@ -212,7 +221,9 @@ def test_a_state_that_fills_the_memory_is_said_with_what_would_help(explained):
     state = 3 * F32 * WEIGHTS  # parameters, momentum, gradients
     insides = explained(budget_bytes=state - 1)
     finding = the_only(insides, FindingKind.STATE_FILLS_MEMORY)
-    assert finding.bytes_at_stake == insides.memory.device.argument_bytes + F32 * WEIGHTS + 32 - (state - 1)
+    gradients = sum(line.bytes for line in insides.memory.peak_classes if line.kind is PeakKind.GRADIENTS)
+    assert 0 <= gradients - F32 * WEIGHTS <= BF16 * WIDTH * FF  # one layer's in bfloat16, where the compiler keeps that
+    assert finding.bytes_at_stake == insides.memory.device.argument_bytes + gradients + 32 - (state - 1)
     assert finding.remedy is not None
     assert "8-bit moments take" in finding.remedy.text
     assert FindingKind.STATE_FILLS_MEMORY not in kinds(explained(budget_bytes=4 * state))

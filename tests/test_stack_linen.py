@@ -86,6 +86,9 @@ def test_second_results_are_stacked():
     assert_close(model.apply(variables, X), y)
 
 
+MANY = jax.random.normal(jax.random.key(1), (16, D))  # rows: statistics of two have no gradient but rounding
+
+
 class Normed(nn.Module):
     """With batch statistics, and a sown value and a loss in each layer."""
 
@@ -113,14 +116,14 @@ def test_statistics_sown_values_and_losses(plan, train):
     def step(model, variables):
         def loss(params):
             mutable = ["batch_stats", "intermediates", "losses"] if train else ["losses"]
-            y, kept = model.apply({**variables, "params": params}, X, train=train, mutable=mutable)
+            y, kept = model.apply({**variables, "params": params}, MANY, train=train, mutable=mutable)
             return (y**2).sum() + kept["losses"]["aux"].sum(), kept
 
         return jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"])
 
     model, scanned = stack_module(Normed, num_layers=L, plan=plan)(), ScannedNormed()
-    variables = scanned.init(jax.random.key(0), X, train=True)
-    assert_equal(model.init(jax.random.key(0), X, train=True), variables)
+    variables = scanned.init(jax.random.key(0), MANY, train=True)
+    assert_equal(model.init(jax.random.key(0), MANY, train=True), variables)
     kept = {name: variables[name] for name in ("params", "batch_stats")}
     (value, written), grads = step(model, kept)
     (plain_value, plain_written), plain_grads = step(scanned, kept)

@@ -171,8 +171,8 @@ def notes_of(targets: Sequence[Target], budget: str | int | None, memory_fractio
         notes.append("Budget of a TPU: what its compiler accepts.")
     if "cpu" in platforms:
         notes.append(
-            "CPU shows neither offloading (it ignores host memory) nor rematerialization outside loops (it drops the barriers): "
-            "compile for the real target."
+            "CPU shows neither offloading (it ignores host memory) nor, with jaxlib 0.10, rematerialization outside loops (it "
+            "drops the barriers; 0.12 keeps them): compile for the real target."
         )
     return tuple(notes)
 

@@ -31,9 +31,10 @@ def recompute_merged(facts: StepFacts) -> Iterator[Finding]:
     if missing <= _MERGED_SHARE * found.trace_flops or 2 * lost < missing or missing > outside * (1 + SMALL_SHARE):
         return
     kept = _kept_against_the_policy(facts)
-    on_cpu = facts.platform == "cpu"
-    reason = "XLA drops barriers on CPU" if on_cpu else "outside of a loop only a barrier keeps the two apart"
-    text = "Compile it for the GPU or TPU that it is meant for." if on_cpu else ""
+    reason, text = "outside of a loop only a barrier keeps the two apart", ""
+    if facts.platform == "cpu":
+        reason += ", and jaxlib 0.10 drops barriers on CPU (0.12 keeps them)"
+        text = "Compile it for the GPU or TPU that it is meant for. "
     yield Finding(
         kind=FindingKind.RECOMPUTE_MERGED,
         names=tuple(dict.fromkeys(line.name for line in kept)),
@@ -41,7 +42,7 @@ def recompute_merged(facts: StepFacts) -> Iterator[Finding]:
         f"what was to be recomputed is kept: {reason}.",
         bytes_at_stake=sum(line.bytes for line in kept) if kept else None,
         source=next((region.source for region in facts.graph.regions if region.calls == 1 and region.source), ""),
-        remedy=Remedy(text=text or "Wrap with prevent_cse=True where the layers are unrolled, or scan over the layers."),
+        remedy=Remedy(text=text + "Wrap with prevent_cse=True where the layers are unrolled, or scan over the layers."),
     )
 
 
