@@ -281,6 +281,7 @@ def test_fragmentation_that_libtpu_counts_twice_is_told():
     assert "fragmentation" in notes[0]
     with pytest.raises(DumpError, match="temp_bytes"):
         check_totals(TOTALS, compiler(temp_bytes=2 * 10**6), peak_memory_bytes=2 * 10**6)
+    assert check_totals(TOTALS, compiler(temp_bytes=2 * 10**6), peak_memory_bytes=2 * 10**6, elsewhere=10**6) == (totals, notes)
 
 
 def test_bytes_of_narrow_types():

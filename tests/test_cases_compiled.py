@@ -1,8 +1,7 @@
-"""Faults that people reported of rematerialization policies, as only a compiler shows them: bytes of programs for an H100.
+"""Faults that people reported of rematerialization policies, as only a compiler shows them: bytes of programs for absent chips.
 
 The other halves of these rows are in `test_cases_policy.py` and `test_cases_structure.py`. Bytes are in carries: those of one
-layer's input. The TPU's half is open: on v5e a layer with `offload(h)` ends in a DumpError (libtpu reports 33941504 bytes of
-temporaries, its buffer assignment has 33751040).
+layer's input.
 """
 
 import functools
@@ -20,7 +19,7 @@ from remat_kit.compile.topology import devices_for
 
 ROWS, WIDTH = 8192, 1024
 CARRY = ROWS * WIDTH * 4
-ON_BOTH = ["h100", pytest.param("v5e", marks=[pytest.mark.slow, pytest.mark.long])]
+ON_BOTH = ["h100", pytest.param("v5e", marks=pytest.mark.slow)]
 
 
 def block(w, x):
@@ -60,7 +59,7 @@ def test_one_layer_offloads_one_carry(text):
     assert carries(text, "offload(h)", 1)[1] == pytest.approx(1, rel=0.02)
 
 
-@pytest.mark.parametrize("text", ON_BOTH)
+@pytest.mark.parametrize("text", ["h100", pytest.param("v5e", marks=[pytest.mark.slow, pytest.mark.long])])
 def test_unrolled_layers_need_the_barrier(text):
     """jax-ml/jax#24062, jax#6639, flax#1499: merged with the forward pass, full remat kept as much as none."""
 

@@ -83,10 +83,12 @@ class BufferTotals:
     Attributes:
         device: Of device memory.
         host: Of host memory.
+        elsewhere_bytes: All allocations that are not in device memory: host and on-chip.
     """
 
     device: MemoryBytes
     host: MemoryBytes
+    elsewhere_bytes: int
 
 
 _ALLOCATION = re.compile(r"^allocation (\d+): size (\d+), (.*)$")
@@ -136,7 +138,16 @@ def read_totals(lines: Iterable[str]) -> BufferTotals:
     found = [_allocation(match, []) for line in lines if (match := _ALLOCATION.match(line.rstrip()))]
     if not found:
         raise DumpError("not a buffer assignment: no line starts with 'allocation'.")
-    return BufferTotals(device=bytes_of_color(found, DEVICE_COLOR), host=bytes_of_color(found, HOST_COLOR))
+    return BufferTotals(
+        device=bytes_of_color(found, DEVICE_COLOR),
+        host=bytes_of_color(found, HOST_COLOR),
+        elsewhere_bytes=elsewhere_bytes(found),
+    )
+
+
+def elsewhere_bytes(allocations: Iterable[Allocation]) -> int:
+    """Bytes of the allocations that are not in device memory."""
+    return sum(each.size_bytes for each in allocations if each.color != DEVICE_COLOR)
 
 
 def bytes_of_color(allocations: Iterable[Allocation], color: int) -> MemoryBytes:

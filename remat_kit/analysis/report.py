@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from remat_kit.analysis.arguments import arguments_of
-from remat_kit.analysis.assignment import BufferTotals
+from remat_kit.analysis.assignment import BufferTotals, elsewhere_bytes
 from remat_kit.analysis.attribution import peak_classes
 from remat_kit.analysis.dataflow import index_dataflow
 from remat_kit.analysis.dump import Dump
@@ -58,8 +58,8 @@ def explain_memory(
         vocabulary=vocabulary_of(arguments),
     )
     arena = arena_of(dump, Space.DEVICE)
-    found, host_bytes = totals_of(dump, Space.DEVICE, arena), 0 if host is None else host.total_bytes
-    totals, notes = check_totals(found, device, peak_memory_bytes=peak_memory_bytes, host_bytes=host_bytes)
+    found, elsewhere = totals_of(dump, Space.DEVICE, arena), elsewhere_bytes(dump.allocations)
+    totals, notes = check_totals(found, device, peak_memory_bytes=peak_memory_bytes, elsewhere=elsewhere)
     phases = schedule_phases(dump, flow)
     classes = peak_classes(dump, evidence, arena, phases, space=Space.DEVICE)
     if totals.reserved_bytes:
@@ -83,7 +83,7 @@ def explain_memory(
 
 
 def check_totals(
-    totals: SpaceTotals, compiler: MemoryBytes | None, *, peak_memory_bytes: int | None = None, host_bytes: int = 0
+    totals: SpaceTotals, compiler: MemoryBytes | None, *, peak_memory_bytes: int | None = None, elsewhere: int = 0
 ) -> tuple[SpaceTotals, tuple[str, ...]]:
     """Holds the dump's totals against the compiler's.
 
@@ -95,7 +95,7 @@ def check_totals(
         totals: From the dump.
         compiler: From `memory_analysis()`; None = nothing to check (a refused program).
         peak_memory_bytes: The compiler's `peak_memory_in_bytes`.
-        host_bytes: Total of host memory, which libtpu counts in that peak.
+        elsewhere: Bytes in host and on-chip memory, which libtpu counts in that peak.
 
     Returns:
         Totals with the reserved bytes, and notes.
@@ -112,7 +112,7 @@ def check_totals(
     if 0 <= reserved <= MAX_RESERVED_BYTES:
         return replace(totals, reserved_bytes=reserved), ()
     fixed = totals.argument_bytes + totals.output_bytes - totals.alias_bytes
-    limit = fixed + totals.arena_bytes + host_bytes + MAX_RESERVED_BYTES
+    limit = fixed + totals.arena_bytes + elsewhere + MAX_RESERVED_BYTES
     is_within = peak_memory_bytes is not None and peak_memory_bytes <= limit
     if reserved > 0 and is_within and peak_memory_bytes and peak_memory_bytes >= totals.argument_bytes:
         note = (
@@ -129,8 +129,8 @@ def check_dump(totals: BufferTotals, *, device: MemoryBytes, host: MemoryBytes, 
     Raises:
         DumpError: If they disagree.
     """
-    found, host_bytes = _as_space(totals.device, Space.DEVICE), host.total_bytes
-    check_totals(found, device, peak_memory_bytes=peak_memory_bytes, host_bytes=host_bytes)
+    found = _as_space(totals.device, Space.DEVICE)
+    check_totals(found, device, peak_memory_bytes=peak_memory_bytes, elsewhere=totals.elsewhere_bytes)
     check_totals(_as_space(totals.host, Space.HOST), host)
 
 
