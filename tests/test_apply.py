@@ -296,3 +296,26 @@ def test_bfloat16_gradients_agree_to_its_precision_not_bitwise():
         jax.jit(jax.grad(lambda x, run=run: (run(x) ** 2).sum().astype(jnp.float32)))(x) for run in (run, remat(run, "full"))
     )
     assert_close(wrapped.astype(jnp.float32), plain.astype(jnp.float32), bound=1e-2)
+
+
+@jax.custom_vjp
+def scaled(w, x):
+    return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=3)[0]
+
+
+# The rule for its gradient calls the function itself, so the call stays one operation of the traced block.
+scaled.defvjp(lambda w, x: (scaled(w, x), (w, x)), lambda saved, g: jax.vjp(scaled.fun, *saved)[1](g))
+
+
+@pytest.mark.parametrize(("policy", "keeps"), [("smaller(128B)", True), ("smaller(127B)", False), ("dots", False)])
+@pytest.mark.parametrize("cheap", ["", "+cheap(8)", "+cheap(24)"])  # it takes 3 * (2 * 4 * 8 * 8 + 4 * 8) FLOPs for 128 bytes
+def test_size_and_cheapness_of_a_call_with_a_gradient_of_its_own(policy, cheap, keeps):
+    w = PARAMS["up"][:, :8]
+
+    def loss(w, run):
+        return (run(w, jnp.sin(X)) ** 2).sum()
+
+    run = remat(lambda w, x: jnp.sin(scaled(w, x)) @ w, policy + cheap)
+    assert_close(jax.grad(loss)(w, run), jax.grad(loss)(w, lambda w, x: jnp.sin(scaled(w, x)) @ w))
+    calls = str(jax.make_jaxpr(jax.grad(functools.partial(loss, run=run)))(w)).count("custom_vjp_call[")
+    assert calls == (1 if keeps and cheap != "+cheap(24)" else 2)

@@ -7,6 +7,7 @@ the identity of the callable, so nothing is traced twice for the same policy.
 import functools
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -20,6 +21,8 @@ WEIGHTS_NAME = "remat_kit.weights"
 """What the outputs of matmuls by weights are named, see `remat_kit.apply.weights`."""
 
 HOST_MEMORY_KIND = "pinned_host"
+
+_CALLED = "call_jaxpr"
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -94,16 +97,34 @@ def _is_unbatched_dot(primitive: Primitive, params: dict[str, Any]) -> bool:
 
 
 def _output_bytes(primitive: Primitive, avals: tuple[Any, ...], params: dict[str, Any]) -> int:
+    return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in _outputs(primitive, avals, params))
+
+
+def _outputs(primitive: Primitive, avals: tuple[Any, ...], params: dict[str, Any]) -> Sequence[Any]:
+    if _CALLED in params:  # a function with a gradient of its own: JAX has no rule for its shapes, its program has them
+        return params[_CALLED].out_avals
     outputs, _ = primitive.abstract_eval(*avals, **params)
-    shaped = outputs if primitive.multiple_results else (outputs,)
-    return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in shaped)
+    return outputs if primitive.multiple_results else (outputs,)
 
 
 def _operation_flops(primitive: Primitive, avals: tuple[Any, ...], params: dict[str, Any]) -> int:
     """FLOPs of one operation: matmuls by their shapes, kernels as if infinitely many, the rest one for each output element."""
     if primitive.name in KERNELS:
         return sys.maxsize
-    outputs, _ = primitive.abstract_eval(*avals, **params)
-    shapes = [aval.shape for aval in (outputs if primitive.multiple_results else (outputs,))]
+    if _CALLED in params:
+        return _program_flops(params[_CALLED])
+    shapes = [aval.shape for aval in _outputs(primitive, avals, params)]
     flops = matmul_flops(primitive.name, [aval.shape for aval in avals], shapes[0] if shapes else (), params)
     return sum(math.prod(shape) for shape in shapes) if flops is None else flops
+
+
+def _program_flops(program: Any) -> int:
+    """FLOPs of a program, its scans as often as they turn, its other loops once."""
+    total = 0
+    for equation in _jax.open_jaxpr(program)[0].eqns:
+        if inner := list(_jax.inner_programs(equation)):
+            flops = sum(map(_program_flops, inner))
+        else:
+            flops = _operation_flops(equation.primitive, tuple(atom.aval for atom in equation.invars), equation.params)
+        total += flops * (equation.params["length"] if equation.primitive.name == "scan" else 1)
+    return total
