@@ -57,7 +57,7 @@ def by_hand(params, x_BTD, experts, chosen_BTE, kept_BTE):
     return jnp.einsum("bted,bte->btd", every_BTED, share_BTE * kept_BTE), balance_B
 
 
-@pytest.mark.parametrize("capacity", [4.0, 0.75])
+@pytest.mark.parametrize("capacity", [pytest.param(4.0, marks=pytest.mark.slow), 0.75])
 def test_the_mixture_is_what_loops_make_of_it(capacity):
     config = small(capacity=capacity)
     module, params, x_BTD = mixture(config)

@@ -8,6 +8,7 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 from remat_kit.apply.linen_stack import stack_module
+from tests.decoders import QUICK
 
 L, B, D = 4, 2, 6
 X = jax.random.normal(jax.random.key(1), (B, D))
@@ -56,7 +57,7 @@ def gradients(model, params, *, train, seed=5):
     def loss(params):
         return (model.apply({"params": params}, X, train, rngs={"dropout": jax.random.key(seed)}) ** 2).sum()
 
-    return jax.jit(jax.value_and_grad(loss))(params)
+    return jax.jit(jax.value_and_grad(loss), compiler_options=QUICK)(params)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -119,7 +120,7 @@ def test_statistics_sown_values_and_losses(plan, train):
             y, kept = model.apply({**variables, "params": params}, MANY, train=train, mutable=mutable)
             return (y**2).sum() + kept["losses"]["aux"].sum(), kept
 
-        return jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"])
+        return jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)(variables["params"])
 
     model, scanned = stack_module(Normed, num_layers=L, plan=plan)(), ScannedNormed()
     variables = scanned.init(jax.random.key(0), MANY, train=True)

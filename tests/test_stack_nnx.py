@@ -1,5 +1,7 @@
 """`NnxStack` against `nnx.scan`: state tree, outputs, gradients, masks, statistics."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from remat_kit.apply.nnx_stack import NnxStack
 from remat_kit.errors import ApplyError, PolicyError, StepError
+from tests.decoders import QUICK
 
 L, B, D = 4, 16, 6  # statistics of few rows have no gradient but rounding
 X = jax.random.normal(jax.random.key(1), (B, D))
@@ -43,7 +46,17 @@ def bits(model):
 
 
 def two_steps(run, layers, train):
-    step = nnx.jit(nnx.value_and_grad(lambda layers: (run(layers) ** 2).sum()))
+    @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+    def compiled(graph, state):
+        layers = nnx.merge(graph, state)
+        result = nnx.value_and_grad(lambda layers: (run(layers) ** 2).sum())(layers)
+        return result, nnx.state(layers)
+
+    def step(layers):
+        result, state = compiled(*nnx.split(layers))
+        nnx.update(layers, state)
+        return result
+
     results = [step(layers), step(layers)]
     assert (float(results[0][0]) != float(results[1][0])) == train  # other masks in each step
     return results, nnx.state(layers, nnx.BatchStat)
