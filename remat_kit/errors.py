@@ -57,12 +57,13 @@ class DumpError(RematKitError, ValueError):
     """A compiler's dump that is missing, cut off, or disagrees with the compiler's own totals."""
 
 
-def nearest(given: str, allowed: Iterable[str]) -> str:
+def nearest(given: str, allowed: Iterable[str], *, likeness: float = 0.6) -> str:
     """Words the near miss of a mistyped word.
 
     Args:
         given: What the user wrote.
         allowed: The words that would have been right.
+        likeness: How near one has to be, from 0 to 1 = the same (`difflib`).
 
     Returns:
         `" Did you mean 'x'?"` with a leading space, or the empty string when nothing is near.
@@ -71,5 +72,5 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
         >>> nearest("ful", ["full", "none"])
         " Did you mean 'full'?"
     """
-    close = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(given, list(allowed), n=1, cutoff=likeness)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -280,9 +280,8 @@ def _failure(target: Target, message: str) -> TargetError | CompileError:
     unknown = _UNKNOWN_OPTION.search(message)
     if unknown is not None:
         names = (*_jax.compiler_option_names(), *dict(target.compiler_options))
-        return TargetError(
-            f"--xla {unknown['name']}: the compiler for {target.text!r} has no such option.{nearest(unknown['name'], names)}"
-        )
+        near = nearest(unknown["name"], names, likeness=0.85)  # the list is short: what is merely similar in it misleads
+        return TargetError(f"--xla {unknown['name']}: the compiler for {target.text!r} has no such option.{near}")
     bad = _BAD_VALUE.search(message)
     if bad is not None:
         return TargetError(f"--xla {bad['name'] or bad['flag']}: {bad[0].strip()}")
