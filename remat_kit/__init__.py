@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from remat_kit.apply.function import remat
+    from remat_kit.apply.linen_stack import stack_module
+    from remat_kit.apply.nnx_stack import NnxStack
     from remat_kit.apply.paths import rematerialize
     from remat_kit.apply.stack import stack
     from remat_kit.errors import (
@@ -42,6 +44,7 @@ _MODULES = {
     "CompileError": "errors",
     "IdleRuleWarning": "errors",
     "Knobs": "step",
+    "NnxStack": "apply.nnx_stack",
     "Plan": "plans",
     "PlanSettings": "verbs.plan_settings",
     "Policies": "plans",
@@ -71,6 +74,7 @@ _MODULES = {
     "residuals": "trace.residuals",
     "resolve": "presets",
     "stack": "apply.stack",
+    "stack_module": "apply.linen_stack",
 }
 
 __all__ = [
@@ -80,6 +84,7 @@ __all__ = [
     "CompileError",
     "IdleRuleWarning",
     "Knobs",
+    "NnxStack",
     "Plan",
     "PlanSettings",
     "Policies",
@@ -109,6 +114,7 @@ __all__ = [
     "residuals",
     "resolve",
     "stack",
+    "stack_module",
 ]
 
 
