@@ -33,9 +33,10 @@ if TYPE_CHECKING:
     from remat_kit.verbs.explain import explain, load_explanation
     from remat_kit.verbs.load_plan import load_plan
     from remat_kit.verbs.parity import check_parity
-    from remat_kit.verbs.plan import plan, plan_targets
-    from remat_kit.verbs.plan_more import plan_frontier, plan_largest
-    from remat_kit.verbs.plan_settings import PlanSettings
+    from remat_kit.verbs.plan.frontier import plan_frontier
+    from remat_kit.verbs.plan.largest import plan_largest
+    from remat_kit.verbs.plan.planned import plan, plan_targets
+    from remat_kit.verbs.plan.settings import PlanSettings
 
 _MODULES = {
     "Alternative": "step",
@@ -46,7 +47,7 @@ _MODULES = {
     "Knobs": "step",
     "NnxStack": "apply.nnx_stack",
     "Plan": "plans",
-    "PlanSettings": "verbs.plan_settings",
+    "PlanSettings": "verbs.plan.settings",
     "Policies": "plans",
     "Policy": "policy",
     "PolicyError": "errors",
@@ -64,10 +65,10 @@ _MODULES = {
     "load_plan": "verbs.load_plan",
     "parse_plan": "grammar",
     "parse_policy": "grammar",
-    "plan": "verbs.plan",
-    "plan_frontier": "verbs.plan_more",
-    "plan_largest": "verbs.plan_more",
-    "plan_targets": "verbs.plan",
+    "plan": "verbs.plan.planned",
+    "plan_frontier": "verbs.plan.frontier",
+    "plan_largest": "verbs.plan.largest",
+    "plan_targets": "verbs.plan.planned",
     "remat": "apply.function",
     "rematerialize": "apply.paths",
     "residual_report": "trace.residuals",

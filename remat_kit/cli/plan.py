@@ -26,7 +26,7 @@ from remat_kit.report.plan import curve_json, largest_json, plan_json, sections_
 from remat_kit.report.plan_sections import Section, curve_sections, largest_sections, plan_sections, table_sections
 
 if TYPE_CHECKING:
-    from remat_kit.verbs.plan_settings import PlanSettings
+    from remat_kit.verbs.plan.settings import PlanSettings
 
 _Answer: TypeAlias = StepPlan | PlanTable | PlanCurve | LargestStep
 
@@ -85,7 +85,7 @@ def command(
 
     STEP is a step factory, module:function, like models:gpt2_small. Several targets give one row each.
     """
-    from remat_kit.verbs.plan_settings import PlanSettings  # brings scipy, for which the other commands need not wait
+    from remat_kit.verbs.plan.settings import PlanSettings  # brings scipy, for which the other commands need not wait
 
     check_folder(out)
     _check_one_target(targets, frontier=frontier, knob=knob, out=out)
@@ -123,8 +123,9 @@ def _check_one_target(targets: tuple[str, ...], *, frontier: bool, knob: str | N
 
 
 def _ask(step: str, targets: tuple[str, ...], settings: "PlanSettings", *, frontier: bool, knob: str | None) -> _Answer:
-    from remat_kit.verbs.plan import plan_target, plan_targets
-    from remat_kit.verbs.plan_more import plan_frontier, plan_largest
+    from remat_kit.verbs.plan.frontier import plan_frontier
+    from remat_kit.verbs.plan.largest import plan_largest
+    from remat_kit.verbs.plan.planned import plan_target, plan_targets
 
     if frontier:
         return plan_frontier(step, target=targets[0], settings=settings)

@@ -96,6 +96,11 @@ def uniform(stacks: Sequence[PlannedStack], picks: Sequence[LayerChoice]) -> Lay
     )
 
 
+def leanest(stacks: Sequence[PlannedStack]) -> Layout:
+    """The policies that keep least."""
+    return uniform(stacks, [min(stack.choices, key=lambda choice: choice.saved_bytes) for stack in stacks])
+
+
 def shrink(layout: Layout, depth: int, *, lean_share: float = 0.5) -> Layout:
     """The same policies in fewer layers.
 

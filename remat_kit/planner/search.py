@@ -13,7 +13,7 @@ from remat_kit.planner.blocks import BlockGraph
 from remat_kit.planner.choices import layer_choices
 from remat_kit.planner.closure import HostLink, LayerChoice
 from remat_kit.planner.explain import explained
-from remat_kit.planner.layout import Layout, PlannedStack, shrink, uniform
+from remat_kit.planner.layout import Layout, PlannedStack, leanest, shrink, uniform
 from remat_kit.planner.ledger import Ledger, Limits
 from remat_kit.planner.model import MemoryModel, name_features
 from remat_kit.planner.solve import cost_of, solve, solve_smallest
@@ -121,7 +121,7 @@ def calibrate(
         objective: What is made least of.
     """
     low, high = min(depths), max(depths)
-    lean = uniform(stacks, [min(stack.choices, key=lambda choice: choice.saved_bytes) for stack in stacks])
+    lean = leanest(stacks)
     rich = uniform(stacks, [min(stack.choices, key=lambda choice: _poverty(choice, objective)) for stack in stacks])
     for depth in dict.fromkeys((low, high)):
         ledger.observe_small([shrink(lean, depth)], depth=depth)
@@ -180,7 +180,7 @@ def _prove(ledger: Ledger, stacks: Sequence[PlannedStack], budget_bytes: int, ob
 def _candidate(ledger: Ledger, stacks: Sequence[PlannedStack], budget_bytes: int, objective: Objective) -> Layout | None:
     """What to compile next at full depth; None = nothing is worth it."""
     if not ledger.observations:
-        return uniform(stacks, [min(stack.choices, key=lambda choice: choice.saved_bytes) for stack in stacks])
+        return leanest(stacks)
     fitting = ledger.fitting(budget_bytes)
     if not fitting:
         return _safer(ledger, stacks, budget_bytes, objective)

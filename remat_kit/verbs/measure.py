@@ -34,7 +34,7 @@ from remat_kit.targets import Target, check_abilities, load_rows, parse_target
 from remat_kit.trace import graph_of, report_graph, summarise
 from remat_kit.verbs.build import bind_plan, build, check_names, factory_error, read_options
 from remat_kit.verbs.dissect import dissect
-from remat_kit.verbs.plan_blocks import step_blocks
+from remat_kit.verbs.plan.blocks import step_blocks
 from remat_kit.verbs.question import Answer, Insides, Question, Task, changed_question, load_factory
 
 

@@ -13,8 +13,8 @@ from remat_kit.compile.pool import Worker
 from remat_kit.planner.ways import Change, ways_out
 from remat_kit.planning import WayOut
 from remat_kit.targets import Target, load_rows, parse_target
-from remat_kit.verbs.plan_question import StepBlocks
-from remat_kit.verbs.plan_session import PlanQuestion, Session, compile_plan
+from remat_kit.verbs.plan.described import StepBlocks
+from remat_kit.verbs.plan.session import PlanQuestion, Session, compile_plan
 
 MAX_MEASURED = 10
 MAX_HALVINGS = 3

@@ -18,11 +18,11 @@ from remat_kit.planner.layout import PlannedStack
 from remat_kit.planner.search import find_plan, plan_stack
 from remat_kit.planner.unrolled import wraps_of
 from remat_kit.planning import Objective, PlanResult, PlanRow, PlanTable, StepPlan
-from remat_kit.verbs.plan_question import StackBlocks, StepBlocks
-from remat_kit.verbs.plan_session import PlanQuestion, Progress, Session, ask_blocks, measure_of, with_modules
-from remat_kit.verbs.plan_settings import LIMITS, PlanSettings, quiet, read_question
-from remat_kit.verbs.plan_time import predict_time
-from remat_kit.verbs.plan_ways import ways_for
+from remat_kit.verbs.plan.described import StackBlocks, StepBlocks
+from remat_kit.verbs.plan.roofline import predict_time
+from remat_kit.verbs.plan.session import PlanQuestion, Progress, Session, ask_blocks, measure_of, with_modules
+from remat_kit.verbs.plan.settings import LIMITS, PlanSettings, quiet, read_question
+from remat_kit.verbs.plan.ways import ways_for
 from remat_kit.verbs.question import step_name
 
 

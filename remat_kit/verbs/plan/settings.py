@@ -16,7 +16,7 @@ from remat_kit.policy import NONE
 from remat_kit.targets import Target, load_rows, parse_target
 from remat_kit.units import format_bytes
 from remat_kit.verbs.compare import cache_text
-from remat_kit.verbs.plan_session import PlanQuestion, Progress
+from remat_kit.verbs.plan.session import PlanQuestion, Progress
 from remat_kit.verbs.question import question_of
 
 LIMITS = Limits()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from remat_kit.planner.blocks import BlockGraph
-from remat_kit.verbs.plan_time import StepTime
+from remat_kit.verbs.plan.roofline import StepTime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

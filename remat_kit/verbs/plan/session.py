@@ -19,7 +19,7 @@ from remat_kit.planning import Measured, Objective
 from remat_kit.policy import NONE
 from remat_kit.targets import Target
 from remat_kit.units import format_bytes
-from remat_kit.verbs.plan_question import StepBlocks
+from remat_kit.verbs.plan.described import StepBlocks
 from remat_kit.verbs.question import Answer, Insides, Question, Task
 
 _Reply = TypeVar("_Reply")

@@ -18,8 +18,8 @@ from remat_kit.step import Knobs, Stack, Step
 from remat_kit.targets import Target
 from remat_kit.verbs.build import build, read_options
 from remat_kit.verbs.fingerprint import fingerprint_of
-from remat_kit.verbs.plan_question import StackBlocks, StepBlocks
-from remat_kit.verbs.plan_time import step_time
+from remat_kit.verbs.plan.described import StackBlocks, StepBlocks
+from remat_kit.verbs.plan.roofline import step_time
 from remat_kit.verbs.question import Question, load_factory
 
 SMALL_DEPTH = 2
