@@ -2,13 +2,17 @@
 
 import zlib
 
+import numpy as np
 import pytest
 from planner_oracles import Compiler, check_proof, llama, one_stack
 
 from remat_kit.errors import BudgetError, CompileError
-from remat_kit.planner.explain import flip_of
-from remat_kit.planner.frontier import compile_points, frontier, maximize
+from remat_kit.planner.blocks import ValueRow, block_of
+from remat_kit.planner.explain import flip_of, kept_layers, parts_of
+from remat_kit.planner.frontier import FrontierPoint, compile_points, frontier, maximize
+from remat_kit.planner.layout import leanest, uniform
 from remat_kit.planner.ledger import Ledger, Limits
+from remat_kit.planner.model import MemoryModel
 from remat_kit.planner.search import calibrate, find_plan, plan_stack
 from remat_kit.planner.ways import Change, ways_out
 from remat_kit.planning import Measured, Objective
@@ -187,6 +191,33 @@ def test_decisions_say_what_is_kept_what_it_spares_and_what_would_flip_it():
     assert {row.name for row in kept} | {row.name for row in waiting} >= {"gate", "up"}
     assert result.sentence.count("layers keep") + result.sentence.count("layer keeps") == result.plan.count("|") + 1
     assert flip_of(stacks[0], "q", num_kept=0, flops=5, points=()).startswith("no budget: other names")
+
+
+def test_layers_without_rematerialization_count_as_keeping_what_is_read():
+    """Of two small layers one is left alone: what it keeps is no flip to `recomputed in all layers`."""
+    block = block_of([ValueRow(name="a", num_bytes=MiB, flops=9), ValueRow(name="b", num_bytes=MiB, flops=1, is_read=False)])
+    stack = plan_stack("layers", block, num_layers=2, objective=Objective.FLOPS, with_none=True)
+    full, none = (next(choice for choice in stack.choices if str(choice.policy) == text) for text in ("full", "none"))
+    points = [
+        FrontierPoint(plan=str(layout), layout=layout, total_bytes=number * GiB, cost=0.0)
+        for number, layout in enumerate(uniform([stack], [choice]) for choice in (full, none))
+    ]
+    assert [kept_layers(point.layout, stack, "a") for point in points] == [0, 2]
+    assert [kept_layers(point.layout, stack, "b") for point in points] == [0, 0]
+    assert flip_of(stack, "a", num_kept=2, flops=9, points=points) == "recomputed in all layers at 0 B"
+    assert flip_of(stack, "a", num_kept=0, flops=9, points=points) == "kept from a total of 1.00 GiB on"
+    assert flip_of(stack, "b", num_kept=0, flops=0, points=points).startswith("no budget: the backward pass does not read it")
+
+
+@pytest.mark.parametrize("total", [10 * GiB, 40 * GiB])
+def test_parts_are_never_negative_and_add_up(total):
+    stacks, _ = one_stack()
+    layout = leanest(stacks)
+    odd = {"layers layers": -2.0 * MiB, "policy layers full": -0.5 * MiB, "working": 20.0 * MiB}
+    model = MemoryModel(coefficients=odd, covariance=np.zeros((3, 3)))
+    parts = parts_of(layout, model=model, total_bytes=total)
+    assert sum(part.num_bytes for part in parts) == total
+    assert min(part.num_bytes for part in parts) == 0
 
 
 def test_the_frontier_falls_from_the_floor_to_no_recompute():

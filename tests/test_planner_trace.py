@@ -68,6 +68,15 @@ def test_recompute_flops_are_those_that_jax_traces_under_every_policy():
         assert costs[frozenset(kept)] * L == trace_step(step(policy))[1].remat_flops, policy
 
 
+def test_the_input_of_a_layer_is_always_kept_and_no_choice():
+    found = block_graph(trace_graph(step("none")), num_layers=L, rates=RATES).block
+    assert found.input_names == ("block_in",)
+    assert "block_in" not in found.names
+    assert found.input_bytes == 4 * B * T * D
+    assert {name for name in found.names if found.reads(name)} >= {"q", "v", "gate", "up"}
+    assert not found.reads("attn_out")
+
+
 def test_kept_bytes_are_those_of_the_named_values():
     found = block_graph(trace_graph(step("none")), num_layers=L, rates=RATES).block
     token = 4 * B * T

@@ -54,6 +54,7 @@ class BlockGraph:
         ops: In an order in which they can run.
         input_bytes: Of what the layer gets from the one before; always saved.
         rule_names: Names that are written as a rule by kind (`kernels`), not as `save(name)`.
+        input_names: Names of the layer's input itself: always kept, so no policy need speak of them.
         notes: What could not be told exactly.
     """
 
@@ -61,6 +62,7 @@ class BlockGraph:
     ops: tuple[BlockOp, ...]
     input_bytes: int = 0
     rule_names: tuple[str, ...] = ()
+    input_names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -81,6 +83,10 @@ class BlockGraph:
     def name_bytes(self, name: str) -> int:
         """Bytes of all values of a name, per layer and device."""
         return sum(value.num_bytes for value in self.values if value.name == name)
+
+    def reads(self, name: str) -> bool:
+        """Whether the backward pass of the layer reads a value of this name."""
+        return any(value.is_read for value in self.values if value.name == name)
 
     @property
     def read_bytes(self) -> int:

@@ -28,6 +28,7 @@ FREE = frozenset(
     {"name", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota", "sharding_constraint", "optimization_barrier"}
 )
 """Operations that only rename, or lay out what a fusion reads anyway."""
+_ALIASES = frozenset({"name", "reshape", "squeeze", "expand_dims", "sharding_constraint", "optimization_barrier"})
 _SAME = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "convert_element_type", "sharding_constraint"})
 
 
@@ -91,6 +92,15 @@ class Body:
         return tuple(op for group in self.ops for op in group)
 
     @property
+    def handed_on(self) -> frozenset[int]:
+        """The layer's input as its operations name or lay it out anew: the same bytes."""
+        same = set(self.inputs)
+        for op in self.flat:
+            if op.kind in _ALIASES and same.issuperset(op.inputs):
+                same.update(op.outputs)
+        return frozenset(same)
+
+    @property
     def written(self) -> frozenset[int]:
         """Values that no fusion can leave out: matmuls, kernels and the backward pass read them."""
         heavy = (op for op in self.flat if op.flops != 0 or is_kernel(op))
@@ -120,10 +130,16 @@ def layer_of(graph: StepGraph, body: Body, rates: Rates) -> LayerLoop:
     """
     made = {value for op in body.flat for value in op.outputs}
     names, rule_names = _names(graph, body)
+    inputs = body.handed_on
     listed = sorted(made | {value for op in body.flat for value in op.inputs})
     number = {value: position for position, value in enumerate(listed)}
     values = tuple(
-        BlockValue(num_bytes=device_bytes(graph, value), name=names.get(value), is_read=value in body.kept) for value in listed
+        BlockValue(
+            num_bytes=0 if value in inputs & made else device_bytes(graph, value),
+            name=None if value in inputs else names.get(value),
+            is_read=value in body.kept,
+        )
+        for value in listed
     )
     written = body.written
     ops = tuple(
@@ -136,6 +152,7 @@ def layer_of(graph: StepGraph, body: Body, rates: Rates) -> LayerLoop:
         ops=ops,
         input_bytes=sum(device_bytes(graph, value) for value in set(body.inputs).intersection(listed) - made),
         rule_names=rule_names,
+        input_names=tuple(dict.fromkeys(name for value, name in names.items() if value in inputs)),
         notes=_notes(body),
     )
     forward_s = sum(op.seconds or 0.0 for op in ops)

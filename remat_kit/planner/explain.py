@@ -8,12 +8,12 @@ import numpy as np
 from remat_kit.planner.blocks import unpriced
 from remat_kit.planner.closure import LayerChoice, close
 from remat_kit.planner.frontier import FrontierPoint, frontier
-from remat_kit.planner.layout import Layout, PlannedStack
+from remat_kit.planner.layout import Layout, LayoutSegment, PlannedStack
 from remat_kit.planner.ledger import Ledger
 from remat_kit.planner.model import MemoryModel, layer_features, prior, working_features
 from remat_kit.planner.solve import cost_of
 from remat_kit.planning import Decision, Measured, Objective, Part, PlanResult
-from remat_kit.policy import Action
+from remat_kit.policy import Action, NoRemat
 from remat_kit.units import format_bytes, format_scaled
 
 LIVE_PART = 0.2
@@ -79,14 +79,29 @@ def decisions_of(
     """
     rows = []
     for stack in stacks:
-        for name in stack.block.names:
-            rows.append(_decision(layout, stack, name, model, points))
+        rows += [_always_kept(stack, name) for name in stack.block.input_names]
+        rows += [_decision(layout, stack, name, model, points) for name in stack.block.names]
     return tuple(rows)
 
 
+def _always_kept(stack: PlannedStack, name: str) -> Decision:
+    return Decision(
+        stack=stack.name,
+        name=name,
+        num_bytes=stack.block.input_bytes,
+        num_kept=stack.num_layers,
+        num_layers=stack.num_layers,
+        action=Action.SAVE,
+        is_live_at_peak=None,
+        recompute_flops=0,
+        recompute_s=0.0,
+        flip="kept at every budget: it is the input of the layer",
+    )
+
+
 def _decision(layout: Layout, stack: PlannedStack, name: str, model: MemoryModel, points: Sequence[FrontierPoint]) -> Decision:
-    num_kept = kept_layers(layout, stack.name, name)
-    is_offloaded = any(name in segment.choice.offloaded for stack_name, segment in layout.segments if stack_name == stack.name)
+    num_kept = kept_layers(layout, stack, name)
+    is_offloaded = any(name in segment.choice.offloaded for segment in _segments(layout, stack))
     action = Action.RECOMPUTE if not num_kept else Action.OFFLOAD if is_offloaded else Action.SAVE
     flops, seconds = _spared(layout, stack, name)
     coefficient = model.coefficients.get(f"kept {stack.name} {name}")
@@ -104,43 +119,54 @@ def _decision(layout: Layout, stack: PlannedStack, name: str, model: MemoryModel
     )
 
 
-def kept_layers(layout: Layout, stack: str, name: str) -> int:
-    """Layers of a stack that keep a name, on device or host."""
+def kept_layers(layout: Layout, stack: PlannedStack, name: str) -> int:
+    """Layers of a stack that keep a name, on device or host; those without rematerialization keep what is read."""
     return sum(
         segment.num_layers
-        for stack_name, segment in layout.segments
-        if stack_name == stack and name in (*segment.choice.saved, *segment.choice.offloaded)
+        for segment in _segments(layout, stack)
+        if name in (*segment.choice.saved, *segment.choice.offloaded) or (_is_none(segment.choice) and stack.block.reads(name))
     )
+
+
+def _segments(layout: Layout, stack: PlannedStack) -> list[LayoutSegment]:
+    return [segment for stack_name, segment in layout.segments if stack_name == stack.name]
+
+
+def _is_none(choice: LayerChoice) -> bool:
+    return isinstance(choice.policy, NoRemat)
 
 
 def _spared(layout: Layout, stack: PlannedStack, name: str) -> tuple[int, float]:
     """What keeping a name spares in the last segment (that keeps most), all else being as it is there."""
-    last = [segment for stack_name, segment in layout.segments if stack_name == stack.name][-1].choice
-    others = {*last.saved, *last.offloaded} - {name}
-    kept = np.array([[other in others for other in stack.block.names]] * 2)
-    kept[1, stack.block.names.index(name)] = True
+    last, names = _segments(layout, stack)[-1].choice, stack.block.names
+    others = {each for each in names if stack.block.reads(each)} if _is_none(last) else {*last.saved, *last.offloaded}
+    kept = np.array([[other in others - {name} for other in names]] * 2)
+    kept[1, names.index(name)] = True
     closures = close(stack.block, kept)
     return int(closures.flops[0] - closures.flops[1]), float(closures.seconds[0] - closures.seconds[1])
 
 
 def flip_of(stack: PlannedStack, name: str, *, num_kept: int, flops: int, points: Sequence[FrontierPoint]) -> str:
     """What would change the decision about a name, from the plans for other budgets."""
-    counts = [(point.total_bytes, kept_layers(point.layout, stack.name, name)) for point in points]
     if num_kept:
-        below = max((total for total, kept in counts if kept == 0), default=None)
+        below = max((point.total_bytes for point in points if _repeats_everywhere(point.layout, stack, name)), default=None)
         return "kept at every budget" if below is None else f"recomputed in all layers at {format_bytes(below)}"
-    above = min((total for total, kept in counts if kept), default=None)
+    above = min((point.total_bytes for point in points if kept_layers(point.layout, stack, name)), default=None)
     if above is not None:
         return f"kept from a total of {format_bytes(above)} on"
-    reads = any(value.is_read for value in stack.block.values if value.name == name)
-    if not flops and not reads:
+    if not flops and not stack.block.reads(name):
         return "no budget: the backward pass does not read it"
     return "no budget: other names spare the same for fewer bytes"
 
 
+def _repeats_everywhere(layout: Layout, stack: PlannedStack, name: str) -> bool:
+    """Whether every layer may run a name's operations again: none keeps it, and each rematerializes."""
+    return not kept_layers(layout, stack, name) and not any(_is_none(segment.choice) for segment in _segments(layout, stack))
+
+
 def parts_of(layout: Layout, *, model: MemoryModel, total_bytes: int) -> tuple[Part, ...]:
     """What fills the memory; what the model can't place goes to the part outside the layers."""
-    parts = []
+    parts: list[tuple[str, float]] = []
     for name, segments in layout.stacks:
         own = sum(segment.num_layers for segment in segments) * model.coefficient(f"layers {name}")
         kept = sum(
@@ -149,13 +175,20 @@ def parts_of(layout: Layout, *, model: MemoryModel, total_bytes: int) -> tuple[P
             for feature, amount in layer_features(name, segment.choice, is_whole=True).items()
             if not feature.startswith("layers ")
         )
-        parts.append(Part(label=f"{name}: parameters, optimizer state, gradients and inputs of the layers", num_bytes=round(own)))
-        parts.append(Part(label=f"{name}: values kept for the backward pass", num_bytes=round(kept)))
+        parts.append((f"{name}: parameters, optimizer state, gradients and inputs of the layers", own))
+        parts.append((f"{name}: values kept for the backward pass", kept))
     stack, widest = max(layout.segments, key=lambda pair: pair[1].choice.working_bytes)
     working = sum(amount * model.coefficient(feature) for feature, amount in working_features(stack, widest.choice).items())
-    parts.append(Part(label="working set of a layer's backward pass", num_bytes=round(working)))
-    rest = total_bytes - sum(part.num_bytes for part in parts)
-    return (Part(label="outside the layers (embedding, loss, their state and gradients)", num_bytes=rest), *parts)
+    parts.append(("working set of a layer's backward pass", working))
+    placed = _within(total_bytes, parts)
+    rest = total_bytes - sum(part.num_bytes for part in placed)
+    return (Part(label="outside the layers (embedding, loss, their state and gradients)", num_bytes=rest), *placed)
+
+
+def _within(total_bytes: int, parts: Sequence[tuple[str, float]]) -> list[Part]:
+    """Parts of at least 0 that together are no more than the total: a fitted model may err a little either way."""
+    scale = min(1.0, total_bytes / max(1.0, sum(max(0.0, amount) for _, amount in parts)))
+    return [Part(label=label, num_bytes=int(max(0.0, amount) * scale)) for label, amount in parts]
 
 
 def sentence_of(result: PlanResult, layout: Layout) -> str:
@@ -184,7 +217,7 @@ def _kept_sentence(layout: Layout) -> str:
 
 
 def _words(choice: LayerChoice) -> str:
-    if str(choice.policy) == "none":
+    if _is_none(choice):
         return "everything"
     words = [", ".join(choice.saved)] if choice.saved else []
     words += [f"{', '.join(choice.offloaded)} in host memory"] if choice.offloaded else []

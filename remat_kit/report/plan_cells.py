@@ -12,7 +12,9 @@ CURVE_COLUMNS = ("plan", "predicted total", "compiled total", "cost")
 def decision_cells(decision: Decision, *, num_stacks: int) -> tuple[str, ...]:
     """A name of a layer."""
     live = {True: "yes", False: "no", None: UNAVAILABLE}[decision.is_live_at_peak]
-    kept = f"{decision.action} in {decision.num_kept} of {decision.num_layers}" if decision.num_kept else "recompute"
+    is_free = not decision.recompute_flops and decision.recompute_s == 0
+    dropped = "not needed" if is_free else "recompute"
+    kept = f"{decision.action} in {decision.num_kept} of {decision.num_layers}" if decision.num_kept else dropped
     return (
         decision.name if num_stacks == 1 else f"{decision.stack}: {decision.name}",
         f"{format_bytes(decision.num_bytes)} x {decision.num_layers}",
