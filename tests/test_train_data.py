@@ -192,3 +192,48 @@ def test_examples_must_be_what_the_step_takes():
 
 def test_a_position_is_a_text():
     assert json.loads(Feed(numbered(12), spec(), num_batches=6, seed=3).position)
+
+
+def images(batch=4, side=32, dtype="uint8"):
+    layout = make_layout(jax.devices("cpu")[:1], "")
+    shapes = {"images": ((batch, side, side, 3), dtype), "labels": ((batch,), "int32"), "weights": ((batch,), "float32")}
+    return {name: jax.ShapeDtypeStruct(shape, of, sharding=layout.sharding(BATCH)) for name, (shape, of) in shapes.items()}
+
+
+def test_digits_are_real_scans_in_tiles_and_none_is_in_both_splits():
+    splits = load_splits(DataConfig(data="digits", held_out=0.2), images(), num_labels=10)
+    assert len(splits.train) + len(splits.held_out) == 1797
+    assert 0.15 < len(splits.held_out) / 1797 < 0.25
+    first = splits.train[0]
+    assert first["images"].shape == (32, 32, 3)
+    tiles = first["images"].reshape(8, 4, 8, 4, 3)
+    assert (tiles == tiles[:, :1, :, :1, :1]).all()
+    assert set(splits.train.labels) == set(range(10))
+    assert 2.25 < splits.floor < 2.40, "ten classes, about as many of each"
+    means = np.stack([splits.train.scans[splits.train.labels == digit].mean(0) for digit in range(10)])
+    distances = ((splits.held_out.scans[:, None] - means) ** 2).sum((-1, -2))
+    assert (distances.argmin(1) == splits.held_out.labels).mean() > 0.8, "labels belong to their scans"
+
+
+def test_batches_of_digits_go_to_the_devices():
+    splits = load_splits(DataConfig(data="digits", held_out=0.2), images(), num_labels=10)
+    batch = next(Feed(splits.train, images(), num_batches=2, seed=0))
+    assert {name: (value.shape, value.dtype.name) for name, value in batch.items()} == {
+        name: (leaf.shape, leaf.dtype.name) for name, leaf in images().items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "batch", "message"),
+    [
+        (DataConfig(data="digits"), spec(), "--data digits: the step takes tokens, labels, weights, no images; give a source"),
+        (DataConfig(data="digits", files=FILES), images(), "it reads neither --files nor a --tokenizer"),
+        (DataConfig(data="digits"), images(dtype="float32"), "the source gives images uint8[32, 32, 3]"),
+        (DataConfig(files=FILES), images(), "no tokens; give a source of these, like --data digits."),
+        (DataConfig(data="digit"), images(), "Did you mean 'digits'?"),
+    ],
+)
+def test_images_and_text_are_not_taken_for_each_other(config, batch, message):
+    with pytest.raises(DataError) as caught:
+        load_splits(config, batch, num_labels=None)
+    assert message in str(caught.value)

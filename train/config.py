@@ -71,7 +71,7 @@ class DataConfig:
     """What it is trained on.
 
     Attributes:
-        data: Where examples come from: text, or module:function (see train.data).
+        data: Where examples come from: text, digits (images), or module:function (see train.data).
         files: Files and folders of text; none = the Python standard library's own sources.
         suffix: Of the files taken from folders.
         tokenizer: A tokenizers JSON file; none = bytes.

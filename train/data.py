@@ -1,4 +1,4 @@
-"""What a source of examples is, and how one is found: `--data text`, or `--data module:function` for your own.
+"""What a source of examples is, and how one is found: `--data text`, `digits`, or `module:function` for your own.
 
 A source is a function `(config, batch) -> Splits`: it is told the abstract batch of the step (its names, shapes and dtypes, B
 rows first) and returns examples that are addressed by number: a mapping of the same names to arrays without the B. Order,
@@ -59,7 +59,7 @@ class Splits:
 Batch: TypeAlias = Mapping[str, Any]
 Source: TypeAlias = Callable[[DataConfig, Batch], Splits]
 
-SOURCES: Mapping[str, str] = {"text": "train.text:text"}
+SOURCES: Mapping[str, str] = {"text": "train.text:text", "digits": "train.digits:digits"}
 
 
 def load_splits(config: DataConfig, batch: Batch, *, num_labels: int | None) -> Splits:

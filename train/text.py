@@ -60,7 +60,8 @@ def text(config: DataConfig, batch: Batch) -> Splits:
         DataError: No files, no tokenizer, or too little text.
     """
     if "tokens" not in batch:
-        raise DataError(f"--data text: the step takes {', '.join(batch)}, no tokens; give a source of these.")
+        hint = ", like --data digits" if "images" in batch else ""
+        raise DataError(f"--data text: the step takes {', '.join(batch)}, no tokens; give a source of these{hint}.")
     seq = batch["tokens"].shape[1]
     encode, num_labels = _encoder(config.tokenizer)
     files = list_files(config)
