@@ -12,7 +12,7 @@ SLOW ?= slow
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-all lint format clean

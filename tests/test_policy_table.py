@@ -169,8 +169,14 @@ def results():
 COMPILED = ["save(up,scores)", "weights+save(context)", "offload(up,context)"]
 
 
+ELSEWHERE = ("segmented stack", "mixed linen stack", "mixed nnx stack")  # in tests of their own too: test_stack*.py
+COMPILED_COLUMNS = [
+    pytest.param(column, marks=[pytest.mark.slow] if column.name in ELSEWHERE else [], id=column.name) for column in COLUMNS
+]
+
+
 @pytest.mark.parametrize("is_on", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["classic", "remat3"])
-@pytest.mark.parametrize("column", COLUMNS, ids=str)
+@pytest.mark.parametrize("column", COMPILED_COLUMNS)
 def test_gradients_and_masks(column, is_on, results):
     plain, num_kept = results(column, "none", False)
     full, full_num_kept = results(column, "full", is_on)
