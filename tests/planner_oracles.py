@@ -57,7 +57,8 @@ class Compiler:
 
     fixed, per_layer: bytes. padding: name -> factor. dead: names not alive at the peak. holes: largest part of the arena that is
     wasted, by the text. loss: bytes alive only at the loss, where no working set is. mixed: extra of mixed plans. bend: extra
-    part of the arena at full depth.
+    part of the arena at full depth. immediate: part of what a last layer keeps that is gone by the peak, when it alone follows
+    its policy. shallow: up to so many layers, another program is made, that takes twice the bytes a layer.
     """
 
     blocks: dict[str, BlockGraph]
@@ -70,6 +71,8 @@ class Compiler:
     loss: int = 0
     mixed: int = 0
     bend: float = 0.0
+    immediate: float = 0.0
+    shallow: int = 0
     calls: list = field(default_factory=list)
 
     def __call__(self, plan: str, depth: int | None, /) -> Measured:
@@ -86,9 +89,12 @@ class Compiler:
                 kept += count * layer_kept
                 flops += count * layer_flops
                 working = max(working, layer_working)
+            if part.is_mixed and part.segments[-1].num_layers == 1:
+                kept -= self.immediate * self.layer(self.blocks[name], part.segments[-1].policy)[0]
         arena = kept + max(self.loss, working)
         arena *= 1 + self.holes * (zlib.crc32(plan.encode()) % 1000) / 1000 + (self.bend if depth is None else 0)
-        total = self.fixed + self.per_layer * num_layers + arena + self.mixed * is_mixed
+        per_layer = self.per_layer * (2 if num_layers <= self.shallow else 1)
+        total = self.fixed + per_layer * num_layers + arena + self.mixed * is_mixed
         return Measured(total_bytes=round(total), flops=10**15 + flops, recompute_flops=flops)
 
     def layer(self, block, policy):
@@ -109,9 +115,9 @@ class Compiler:
         return [plan for plan, depth in self.calls if depth is None]
 
 
-def one_stack(num_layers=16, *, objective=Objective.FLOPS, block=None, **how):
+def one_stack(num_layers=16, *, objective=Objective.FLOPS, block=None, is_unrolled=False, **how):
     block = block or llama()
-    stack = plan_stack("layers", block, num_layers=num_layers, objective=objective)
+    stack = plan_stack("layers", block, num_layers=num_layers, objective=objective, is_unrolled=is_unrolled)
     return [stack], Compiler(blocks={"layers": block}, depths={"layers": num_layers}, **how)
 
 

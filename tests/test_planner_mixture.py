@@ -1,5 +1,6 @@
 """Layer counts against brute force: one stack and several, two and three segments, ties, exactness in bytes."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -85,6 +86,24 @@ ROOMS = st.builds(
 @given(ROWS, st.integers(1, 12), st.integers(1, 2), st.integers(1, 3), ROOMS)
 def test_one_stack_equals_brute_force(rows, num_layers, max_segments, min_layers, room):
     check([stack(num_layers, rows, max_segments=max_segments, min_layers=min_layers)], room)
+
+
+@settings(max_examples=100, deadline=None)
+@given(ROWS, st.integers(2, 12), st.integers(1, 2), st.integers(0, 20), ROOMS)
+def test_a_last_layer_alone_equals_brute_force(rows, num_layers, min_layers, spared, room):
+    """The last layer may follow a policy of its own, above two others, and keeps fewer bytes then."""
+    plain = stack(num_layers, rows, min_layers=min_layers)
+    alone = dataclasses.replace(plain, last_bytes=tuple(max(0, size - spared) for size in plain.layer_bytes))
+    found = [] if (best := brute_force([plain], room)) is None else [best[0]]
+    for last, left in itertools.product(range(len(rows)), every_count(dataclasses.replace(plain, num_layers=num_layers - 1))):
+        if max(plain.layer_bytes[option] for option, _ in left) < plain.layer_bytes[last]:
+            kept = sum(plain.layer_bytes[option] * layers for option, layers in left) + alone.last_bytes[last]
+            working = max(room.working_floor_bytes, *(plain.working_bytes[option] for option, _ in (*left, (last, 1))))
+            if room.fixed_bytes + kept + working <= room.budget_bytes:
+                found.append(sum(plain.costs[option] * layers for option, layers in (*left, (last, 1))))
+    answer = fill([alone], room)
+    assert (None if answer is None else answer.cost) == min(found, default=None)
+    assert answer is None or answer.total_bytes <= room.budget_bytes
 
 
 @settings(max_examples=40, deadline=None)

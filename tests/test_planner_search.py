@@ -8,12 +8,13 @@ from planner_oracles import Compiler, check_proof, llama, one_stack
 
 from remat_kit.errors import BudgetError, CompileError
 from remat_kit.planner.blocks import ValueRow, block_of
+from remat_kit.planner.calibration import calibrate
 from remat_kit.planner.explain import flip_of, kept_layers, parts_of
 from remat_kit.planner.frontier import FrontierPoint, compile_points, frontier, maximize
 from remat_kit.planner.layout import leanest, uniform
 from remat_kit.planner.ledger import Ledger, Limits
 from remat_kit.planner.model import MemoryModel
-from remat_kit.planner.search import calibrate, find_plan, plan_stack
+from remat_kit.planner.search import find_plan, plan_stack
 from remat_kit.planner.ways import Change, ways_out
 from remat_kit.planning import Measured, Objective
 from remat_kit.policy import Action
@@ -28,10 +29,13 @@ HOW = {
     "bends with depth": {"bend": 0.02},
     "peak at the loss": {"loss": 3 * GiB},
     "holes": {"holes": 0.006},
+    "a last layer alone is free": {"immediate": 0.85},
     "everything": {"padding": {"q": 1.25, "up": 1.1}, "holes": 0.004, "mixed": 90 * MiB, "bend": 0.01, "loss": 1 * GiB},
 }
 SLACK = {"padded": 1.03, "mixing costs": 1.03, "holes": 1.1, "everything": 1.05}
 """A uniform plan can meet a budget by luck where nothing tells the planner how the compiler treats each name."""
+OFF = {"bends with depth": 0.025, "everything": 0.025}
+"""How far off predictions may be, else 2 %: no compile at a small depth shows what only bends at the full one."""
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
@@ -53,8 +57,40 @@ def test_plans_fit_use_the_budget_and_beat_uniform_ones(how, num_layers):
         best_uniform = min(item.recompute_flops for item in uniform if item.total_bytes <= budget)
         assert result.recompute_flops <= best_uniform * SLACK.get(how, 1.001)
         ratios.append(result.recompute_flops / max(1, best_uniform))
-        assert result.predicted_total_bytes == pytest.approx(result.compiled_total_bytes, rel=0.02)
-    assert sum(ratios) / len(ratios) <= 0.97
+        assert result.predicted_total_bytes == pytest.approx(result.compiled_total_bytes, rel=OFF.get(how, 0.02))
+    assert sum(ratios) / len(ratios) <= (0.9 if "immediate" in HOW[how] else 0.97)
+
+
+def test_a_last_layer_alone_is_found_where_it_spares_something():
+    for immediate, is_alone in ((0.85, True), (0.0, False)):
+        stacks, compiler = one_stack(immediate=immediate)
+        result = find_plan(stacks, budget_bytes=14 * GiB, measure=compiler, objective=Objective.FLOPS)
+        check_proof(result, compiler, 14 * GiB)
+        assert result.plan.endswith("*1") == is_alone
+        assert result.predicted_total_bytes == pytest.approx(result.compiled_total_bytes, rel=0.01)
+
+
+def test_only_the_last_stack_has_a_last_layer_alone():
+    stacks = [plan_stack(name, llama(), num_layers=8, objective=Objective.FLOPS) for name in ("encoder", "decoder")]
+    compiler = Compiler(blocks={"encoder": llama(), "decoder": llama()}, depths={"encoder": 8, "decoder": 8}, immediate=0.85)
+    result = find_plan(stacks, budget_bytes=14 * GiB, measure=compiler, objective=Objective.FLOPS)
+    check_proof(result, compiler, 14 * GiB)
+    encoder, decoder = result.plan.split("; ")
+    assert not encoder.endswith("*1")
+    assert decoder.endswith("*1")
+
+
+@pytest.mark.parametrize("shallow", [0, 5, 9])
+def test_modules_one_after_the_other_are_predicted_from_depths_that_stand_for_the_full_one(shallow):
+    """Up to `shallow` layers another program is made: what it takes says nothing of the whole step."""
+    stacks, compiler = one_stack(12, shallow=shallow, is_unrolled=True)
+    result = find_plan(stacks, budget_bytes=12 * GiB, measure=compiler, objective=Objective.FLOPS)
+    check_proof(result, compiler, 12 * GiB)
+    assert result.fits and result.compiled_total_bytes >= 0.97 * result.budget_bytes
+    assert result.predicted_total_bytes == pytest.approx(result.compiled_total_bytes, rel=0.01)
+    depths = [entry.depth for entry in result.log if entry.depth is not None]
+    assert depths[:3] == [4, 6, 11]
+    assert set(depths[3:]) <= ({10, 11} if shallow else {4, 6})
 
 
 def test_the_objective_time_uses_the_budget_too():

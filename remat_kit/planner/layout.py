@@ -22,6 +22,7 @@ class PlannedStack:
         choices: Policies that its layers may follow.
         max_segments: How many of them at once: 1 for a stack that can't mix.
         repeats: How often the stack runs in a step (micro-batches): its costs count so often, its bytes once.
+        is_unrolled: Whether its layers are modules one after the other, not a loop.
     """
 
     name: str
@@ -30,6 +31,7 @@ class PlannedStack:
     choices: tuple[LayerChoice, ...]
     max_segments: int = 2
     repeats: int = 1
+    is_unrolled: bool = False
 
     def __post_init__(self) -> None:
         assert self.choices, f"stack {self.name} has no policy"
@@ -69,6 +71,11 @@ class Layout:
         return tuple((name, segment) for name, segments in self.stacks for segment in segments)
 
     @property
+    def depth(self) -> int:
+        """Layers of its longest stack."""
+        return max(sum(segment.num_layers for segment in segments) for _, segments in self.stacks)
+
+    @property
     def num_names(self) -> int:
         """Names that its text spells out."""
         return sum(segment.choice.num_names for _, segment in self.segments)
@@ -96,6 +103,15 @@ def uniform(stacks: Sequence[PlannedStack], picks: Sequence[LayerChoice]) -> Lay
     )
 
 
+def last_alone(stacks: Sequence[PlannedStack]) -> str | None:
+    """The stack whose last layer may follow a policy of its own: its backward pass follows its forward pass at once.
+
+    What such a layer keeps is free again before the loop over the layers before it runs backward, where the peak is.
+    """
+    last = stacks[-1]
+    return last.name if last.num_layers >= 3 and last.max_segments > 1 else None
+
+
 def leanest(stacks: Sequence[PlannedStack]) -> Layout:
     """The policies that keep least."""
     return uniform(stacks, [min(stack.choices, key=lambda choice: choice.saved_bytes) for stack in stacks])
@@ -119,6 +135,8 @@ def shrink(layout: Layout, depth: int, *, lean_share: float = 0.5) -> Layout:
 
 
 def _shrunk(segments: tuple[LayoutSegment, ...], depth: int, lean_share: float) -> tuple[LayoutSegment, ...]:
+    if len(segments) > 1 and segments[-1].num_layers == 1 and depth > 1:  # a last layer alone stays alone
+        return (*_shrunk(segments[:-1], depth - 1, lean_share), segments[-1])
     least = 2 if depth >= 2 * len(segments) else 1
     if len(segments) > depth:  # too few layers for all: keep the last policies
         segments = segments[-depth:]

@@ -44,9 +44,14 @@ class Ledger:
     log: list[LogEntry] = field(default_factory=list)
 
     @property
+    def num_small_left(self) -> int:
+        """Compiles at small depth that leave enough for the whole ones."""
+        return self.limits.max_compiles - self.limits.max_whole - len(self.log)
+
+    @property
     def can_measure_small(self) -> bool:
-        """Whether a compile at small depth leaves enough for the whole ones."""
-        return len(self.log) + self.limits.max_whole < self.limits.max_compiles
+        """Whether a compile at small depth is left."""
+        return self.num_small_left > 0
 
     @property
     def can_measure_whole(self) -> bool:
@@ -77,6 +82,10 @@ class Ledger:
         for layout in layouts:
             if self.can_measure_small and not self.is_known(layout, depth):
                 self.observe(layout, depth=depth)
+
+    def forget(self, *, depth: int) -> None:
+        """Lets the model know nothing of depths up to this one: they turned out not to stand for the full one."""
+        self.observations = [item for item in self.observations if item.is_whole or item.layout.depth > depth]
 
     def fitting(self, budget_bytes: int) -> list[tuple[Layout, Measured]]:
         """Whole layouts within the budget."""

@@ -5,6 +5,7 @@ what each keeps + the largest working set of any policy in use. With at most two
 several are joined (`mixture_join`); everything else is an integer program (`mixture_milp`). Ties go to fewer names, then bytes.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -17,6 +18,8 @@ from remat_kit.planner.options import Counts, Filled, StackOptions, filled, tie_
 
 MAX_PAIRED = 1500
 """Policies of a stack up to which all pairs are tried."""
+MAX_LAST = 8
+"""Policies that are tried for a last layer alone."""
 
 Pair: TypeAlias = tuple[int, int, int]
 
@@ -49,7 +52,9 @@ def fill(stacks: Sequence[StackOptions], room: Room) -> Filled | None:
     free, floor = room.budget_bytes - room.fixed_bytes, room.working_floor_bytes
     is_small = all(stack.max_segments <= 2 and len(stack.costs) <= MAX_PAIRED for stack in stacks)
     if is_small and len(stacks) == 1:
-        counts = _best_pair(stacks[0], room)
+        best = _best_pair(stacks[0], room)
+        every = [*([] if best is None else [best]), *_with_last_alone(stacks[0], room)]
+        counts = min(every, key=lambda found: (_cost(stacks[0], found), *tie_key(stacks, found)), default=None)
     elif is_small:
         counts = joined_counts(stacks, budget_bytes=free, working_floor_bytes=floor)
     else:
@@ -103,6 +108,28 @@ def _pairs(stack: StackOptions, size: np.ndarray, cost: np.ndarray, working: np.
     best = value[fits].min()
     keep = np.flatnonzero(fits & (value <= best + abs(best) * 1e-12))
     return [(int(lean[row]), int(rich[row]), int(rich_layers[row])) for row in keep]
+
+
+def _with_last_alone(stack: StackOptions, room: Room) -> list[Counts]:
+    """For each of the policies that cost least, in the last layer alone, the best fillings of the others."""
+    if not stack.last_bytes or stack.max_segments < 2 or stack.num_layers < 2:
+        return []
+    rest = dataclasses.replace(stack, num_layers=stack.num_layers - 1, last_bytes=())
+    found: list[Counts] = []
+    for last in sorted(range(len(stack.costs)), key=lambda option: stack.costs[option])[:MAX_LAST]:
+        left = dataclasses.replace(
+            room,
+            budget_bytes=room.budget_bytes - stack.last_bytes[last],
+            working_floor_bytes=max(room.working_floor_bytes, stack.working_bytes[last]),
+        )
+        counts = _best_pair(rest, left)
+        if counts is not None and stack.layer_bytes[counts[0][-1][0]] < stack.layer_bytes[last]:
+            found.append(((*counts[0], (last, 1)),))
+    return found
+
+
+def _cost(stack: StackOptions, counts: Counts) -> float:
+    return sum(stack.costs[option] * layers for option, layers in counts[0])
 
 
 def _counts(pair: Pair, num_layers: int) -> Counts:

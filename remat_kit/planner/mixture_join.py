@@ -66,13 +66,18 @@ def fillings_of(stack: StackOptions) -> Fillings:
     cost, names = np.array(stack.costs), np.array(stack.num_names)
     least = stack.min_layers
     layers = np.arange(least, stack.num_layers - least + 1) if stack.max_segments > 1 else np.arange(0)
+    if stack.last_bytes and stack.max_segments > 1 and stack.num_layers > 1:
+        layers = np.union1d([1], layers)
     lean, rich = np.nonzero((size[:, None] < size[None, :]) & (cost[:, None] > cost[None, :]))
     single = np.arange(len(size))
     lean = np.concatenate([single, np.repeat(lean, len(layers))])
     count = np.concatenate([np.full(len(size), stack.num_layers), np.tile(layers, len(rich))])
     rich = np.concatenate([single, np.repeat(rich, len(layers))])
+    size_of = size[lean] * (stack.num_layers - count) + size[rich] * count
+    if stack.last_bytes:
+        size_of = np.where((count == 1) & (lean != rich), size_of - size[rich] + np.array(stack.last_bytes)[rich], size_of)
     found = Fillings(
-        size=size[lean] * (stack.num_layers - count) + size[rich] * count,
+        size=size_of,
         working=np.maximum(working[lean], working[rich]),
         cost=cost[lean] * (stack.num_layers - count) + cost[rich] * count,
         names=names[lean] + names[rich] * (lean != rich),

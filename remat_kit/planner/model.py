@@ -2,18 +2,19 @@
 
 A linear model whose coefficients start at what the trace says and move as far as measurements demand (Bayesian least squares):
 fixed bytes; bytes per layer whatever the policy; how much of each name's traced bytes the compiler really keeps (padding makes it
-more than 1, a value that is not alive at the peak 0); the working set; corrections per policy; what mixing costs; and what only
-shows at full depth, as an offset and as a part of what is kept. Traced bytes are only where to start from.
+more than 1, a value that is not alive at the peak 0); the working set; corrections per policy; what mixing costs; how much of a
+last layer's values is gone by the peak, when it alone follows its policy; and what only shows at full depth, as an offset and as
+a part of what is kept. Traced bytes are only where to start from.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from remat_kit.planner.closure import LayerChoice
-from remat_kit.planner.layout import Layout, PlannedStack
+from remat_kit.planner.layout import Layout, PlannedStack, last_alone
 from remat_kit.planner.mixture import Room
 from remat_kit.planner.options import StackOptions
 from remat_kit.planning import Objective
@@ -84,6 +85,9 @@ def features(layout: Layout, *, is_whole: bool) -> dict[str, float]:
     for stack, segment in layout.segments:
         for name, amount in layer_features(stack, segment.choice, is_whole=is_whole).items():
             found[name] = found.get(name, 0.0) + amount * segment.num_layers
+    name, segments = layout.stacks[-1]
+    if len(segments) > 1 and segments[-1].num_layers == 1 and not isinstance(segments[-1].choice.policy, NoRemat):
+        found[f"alone {name}"] = alone_amount(segments[-1].choice)
     stack, widest = max(layout.segments, key=lambda pair: pair[1].choice.working_bytes)
     return found | working_features(stack, widest.choice)
 
@@ -103,6 +107,11 @@ def layer_features(stack: str, choice: LayerChoice, *, is_whole: bool) -> dict[s
     if isinstance(choice.policy, NoRemat):
         found[f"none {stack}"] = choice.saved_bytes / MiB
     return found | name_features(stack, choice)
+
+
+def alone_amount(choice: LayerChoice) -> float:
+    """MiB kept by a last layer that alone follows its policy: no loop holds them while that over the other layers runs."""
+    return choice.saved_bytes / MiB
 
 
 def name_features(stack: str, choice: LayerChoice) -> dict[str, float]:
@@ -127,6 +136,8 @@ def prior(feature: str) -> tuple[float, float]:
             return 0.0, 0.015 * MiB
         case "width":
             return 0.0, 0.2 * MiB
+        case "alone":
+            return 0.0, 0.7 * MiB
         case "mixed":
             return 0.0, 64.0 * MiB
         case "whole":
@@ -182,10 +193,25 @@ def options_of(
             costs=tuple(float(choice.cost(objective) * stack.repeats) for choice in stack.choices),
             num_names=tuple(choice.num_names for choice in stack.choices),
             max_segments=min(stack.max_segments, max_segments),
-            min_layers=2 if stack.num_layers >= LONG else 1,
+            min_layers=2 if stack.num_layers >= LONG and not stack.is_unrolled else 1,
+            last_bytes=_last_bytes(model, stack, layer_bytes) if max_segments > 1 and stack.name == last_alone(stacks) else (),
         )
         for stack in stacks
     ]
+
+
+def _last_bytes(model: MemoryModel, stack: PlannedStack, layer_bytes: Callable[[str, LayerChoice], int]) -> tuple[int, ...]:
+    """What each policy keeps in a last layer that alone follows it; () while nothing was measured of that."""
+    feature = f"alone {stack.name}"
+    if feature not in model.coefficients:
+        return ()
+    each = model.coefficients[feature]
+
+    def last(choice: LayerChoice) -> int:
+        spared = 0.0 if isinstance(choice.policy, NoRemat) else each * alone_amount(choice)
+        return max(0, layer_bytes(stack.name, choice) + math.ceil(spared))
+
+    return tuple(map(last, stack.choices))
 
 
 def _expected(model: MemoryModel, amounts: Mapping[str, float]) -> float:

@@ -20,6 +20,8 @@ class StackOptions:
         num_names: Names that a segment spells out, per option.
         max_segments: How many options may be in use at once.
         min_layers: Least layers of an option in use beside another one.
+        last_bytes: What the last layer keeps, per option, when it is the only one to follow it: that may be fewer layers than
+            `min_layers`, and fewer bytes, as they are free again before the loop over the others runs. () = it may not.
     """
 
     num_layers: int
@@ -29,6 +31,14 @@ class StackOptions:
     num_names: tuple[int, ...]
     max_segments: int = 2
     min_layers: int = 1
+    last_bytes: tuple[int, ...] = ()
+
+    def kept_bytes(self, pairs: Sequence[tuple[int, int]]) -> int:
+        """What all layers keep, when so many follow each option, the last one's last."""
+        kept = sum(self.layer_bytes[option] * layers for option, layers in pairs)
+        last, layers = pairs[-1]
+        is_alone = len(pairs) > 1 and layers == 1 and bool(self.last_bytes)
+        return kept - self.layer_bytes[last] + self.last_bytes[last] if is_alone else kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +63,7 @@ class Filled:
 def filled(stacks: Sequence[StackOptions], counts: Counts, *, fixed_bytes: int, working_floor_bytes: int) -> Filled:
     """Adds up what counts come to, in whole bytes."""
     used = [(stack, option, layers) for stack, pairs in zip(stacks, counts, strict=True) for option, layers in pairs]
-    kept = sum(stack.layer_bytes[option] * layers for stack, option, layers in used)
+    kept = sum(stack.kept_bytes(pairs) for stack, pairs in zip(stacks, counts, strict=True) if pairs)
     working = max([working_floor_bytes, *(stack.working_bytes[option] for stack, option, _ in used)])
     cost = sum(stack.costs[option] * layers for stack, option, layers in used)
     return Filled(counts=counts, total_bytes=fixed_bytes + kept + working, kept_bytes=kept, working_bytes=working, cost=cost)
@@ -64,7 +74,7 @@ def tie_key(stacks: Sequence[StackOptions], counts: Counts) -> tuple[int, int]:
     used = [(stack, option, layers) for stack, pairs in zip(stacks, counts, strict=True) for option, layers in pairs]
     return (
         sum(stack.num_names[option] for stack, option, _ in used),
-        sum(stack.layer_bytes[option] * layers for stack, option, layers in used),
+        sum(stack.kept_bytes(pairs) for stack, pairs in zip(stacks, counts, strict=True) if pairs),
     )
 
 

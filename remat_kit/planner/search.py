@@ -1,26 +1,24 @@
 """The truth loop: calibrate on few layers, predict, compile the whole plan, correct, until the best plan that fits is proved.
 
 In: stacks with their choices, a budget, a `measure` callable (a compile). Out: a `PlanResult` whose total is measured, never
-predicted. Small variants come first: the leanest policies at two depths (fixed bytes, bytes per layer), the richest (what names
-really take), policies that are least certain, then those of the plan itself. From then on `predicted` is fixed. Whole
-plans are then compiled, and each total corrects the model; a plan over the budget is never returned as one that fits.
+predicted. Small variants come first (`calibration`); from then on `predicted` is fixed. Whole plans are then compiled, and each
+total corrects the model; a plan over the budget is never returned as one that fits.
 """
 
 from collections.abc import Sequence
 
 from remat_kit.errors import BudgetError
 from remat_kit.planner.blocks import BlockGraph
+from remat_kit.planner.calibration import FIRST_MARGIN, calibrate, calibration_depths
 from remat_kit.planner.choices import layer_choices
-from remat_kit.planner.closure import HostLink, LayerChoice
+from remat_kit.planner.closure import HostLink
 from remat_kit.planner.explain import explained
-from remat_kit.planner.layout import Layout, PlannedStack, leanest, shrink, uniform
+from remat_kit.planner.layout import Layout, PlannedStack, leanest
 from remat_kit.planner.ledger import Ledger, Limits
-from remat_kit.planner.model import MemoryModel, name_features
 from remat_kit.planner.solve import cost_of, solve, solve_smallest
 from remat_kit.planning import Measure, Measured, Objective, PlanResult
-from remat_kit.policy import NoRemat
 
-SAFER = ((0.5, 0.003), (1.0, 0.004), (3.0, 0.03))
+SAFER = ((0.5, FIRST_MARGIN), (1.0, 0.004), (3.0, 0.03))
 """By plans that turned out too large so far: standard deviations, and a part of the budget, that the next one stays below it."""
 NEXT_MARGIN = 0.0003
 """The part of the budget that plans stay below it when one that fits is at hand."""
@@ -39,6 +37,7 @@ def plan_stack(
     with_none: bool = False,
     max_segments: int = 2,
     repeats: int = 1,
+    is_unrolled: bool = False,
 ) -> PlannedStack:
     """A stack with the policies that are worth considering for it.
 
@@ -51,13 +50,20 @@ def plan_stack(
         with_none: Whether layers without rematerialization may be part of a plan.
         max_segments: 1 for a stack that can't mix policies.
         repeats: How often it runs in a step.
+        is_unrolled: Whether its layers are modules one after the other, not a loop.
 
     Raises:
         PolicyError: Something that must not run again can't be kept by any name.
     """
     choices = layer_choices(block, objective=objective, host=host, with_none=with_none)
     return PlannedStack(
-        name=name, num_layers=num_layers, block=block, choices=choices, max_segments=max_segments, repeats=repeats
+        name=name,
+        num_layers=num_layers,
+        block=block,
+        choices=choices,
+        max_segments=max_segments,
+        repeats=repeats,
+        is_unrolled=is_unrolled,
     )
 
 
@@ -98,74 +104,6 @@ def find_plan(
     return explained(
         layout, measured, stacks=stacks, budget_bytes=budget_bytes, objective=objective, ledger=ledger, before=before
     )
-
-
-def calibration_depths(stacks: Sequence[PlannedStack]) -> tuple[int, ...]:
-    """Two depths well below the full one, none when the stacks are too short for that."""
-    deepest = max(stack.num_layers for stack in stacks)
-    if deepest >= 8:
-        return (4, min(16, max(6, deepest // 2)))
-    return (2, 4) if deepest >= 6 else ()
-
-
-def calibrate(
-    ledger: Ledger, stacks: Sequence[PlannedStack], *, budget_bytes: int, depths: Sequence[int], objective: Objective
-) -> None:
-    """Measures small variants until the policies of the plan that the model would choose have been measured.
-
-    Args:
-        ledger: Where measurements go.
-        stacks: The stacks.
-        budget_bytes: Of a device.
-        depths: Small depths, at least one; the smallest and the largest are used.
-        objective: What is made least of.
-    """
-    low, high = min(depths), max(depths)
-    lean = leanest(stacks)
-    rich = uniform(stacks, [min(stack.choices, key=lambda choice: _poverty(choice, objective)) for stack in stacks])
-    for depth in dict.fromkeys((low, high)):
-        ledger.observe_small([shrink(lean, depth)], depth=depth)
-    ledger.observe_small([shrink(rich, high)], depth=high)
-    for _ in range(ledger.limits.num_probes):
-        ledger.observe_small([shrink(_least_certain(ledger.model(), stacks), high)], depth=high)
-    while ledger.can_measure_small:
-        fresh = _variants(ledger, stacks, budget_bytes, (low, high), objective)
-        if not fresh:
-            return
-        for depth, layout in fresh:
-            ledger.observe_small([layout], depth=depth)
-
-
-def _poverty(choice: LayerChoice, objective: Objective) -> tuple[bool, float, int]:
-    """Least for the policy with most to tell about names; `none` keeps what has no name too, so it tells nothing of them."""
-    return isinstance(choice.policy, NoRemat), choice.cost(objective), choice.num_names
-
-
-def _least_certain(model: MemoryModel, stacks: Sequence[PlannedStack]) -> Layout:
-    """In each stack, the policy with the largest doubt in the fewest bytes: its measurement tells names apart."""
-
-    def pick(stack: PlannedStack) -> LayerChoice:
-        named = [choice for choice in stack.choices if not isinstance(choice.policy, NoRemat)]
-        fresh = [choice for choice in named if not model.has_seen(stack.name, choice)]
-        return max(fresh or stack.choices, key=lambda choice: _doubt(model, stack.name, choice))
-
-    return uniform(stacks, [pick(stack) for stack in stacks])
-
-
-def _doubt(model: MemoryModel, stack: str, choice: LayerChoice) -> float:
-    return model.spread(name_features(stack, choice)) ** 2 / max(1, choice.saved_bytes)
-
-
-def _variants(
-    ledger: Ledger, stacks: Sequence[PlannedStack], budget_bytes: int, depths: tuple[int, int], objective: Objective
-) -> list[tuple[int, Layout]]:
-    """Small variants, not measured yet, of the plan that the model would choose: they tell what its policies really keep."""
-    model, (low, high) = ledger.model(), depths
-    target = solve(model, stacks, budget_bytes=int(budget_bytes * (1 - SAFER[0][1])), objective=objective)
-    target = target or solve_smallest(model, stacks, objective=objective)
-    variants = [(high, 0.0), (high, 1.0), (low, 0.5)] if target.is_mixed else [(high, 0.5), (low, 0.5)]
-    small = [(depth, shrink(target, depth, lean_share=share)) for depth, share in variants]
-    return [(depth, layout) for depth, layout in small if not ledger.is_known(layout, depth)]
 
 
 def _prove(ledger: Ledger, stacks: Sequence[PlannedStack], budget_bytes: int, objective: Objective) -> None:

@@ -6,10 +6,10 @@ In the caller's process, without JAX. It rests on what `plan` rests on: blocks o
 from collections.abc import Callable, Sequence
 
 from remat_kit.compile.pool import Worker
+from remat_kit.planner.calibration import calibrate, calibration_depths
 from remat_kit.planner.frontier import FrontierPoint, compile_points, frontier
 from remat_kit.planner.layout import PlannedStack, leanest, uniform
 from remat_kit.planner.ledger import Ledger
-from remat_kit.planner.search import calibrate, calibration_depths
 from remat_kit.planning import CurvePoint, Objective, PlanCurve
 from remat_kit.verbs.plan.described import StepBlocks
 from remat_kit.verbs.plan.planned import objective_of, planned_stacks

@@ -161,6 +161,7 @@ def planned_stacks(asked: PlanQuestion, blocks: StepBlocks, objective: Objective
             with_none=True,
             max_segments=2 if stack.accepts_mixed else 1,
             repeats=stack.repeats,
+            is_unrolled=bool(stack.paths),
         )
         for stack in blocks.stacks
     ]
