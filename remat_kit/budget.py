@@ -9,6 +9,8 @@ from remat_kit.errors import BudgetError
 from remat_kit.targets import Target
 from remat_kit.units import parse_bytes
 
+LEAST_UNITLESS = 2**10
+"""Bytes from which on a number without a unit is believed: no device's memory is counted in fewer."""
 DEFAULT_MEMORY_FRACTION = 0.75
 """Part of a GPU's memory that JAX reserves (`XLA_PYTHON_CLIENT_MEM_FRACTION`)."""
 
@@ -33,7 +35,7 @@ def parse_budget(text: str | int | None) -> Budget:
         text: An amount of memory (`16GiB`, bytes), a part of the device's memory (`90%`), or None.
 
     Raises:
-        BudgetError: It is neither, or not above 0, or above 100%.
+        BudgetError: It is neither, or not above 0, or above 100%, or a number without a unit that must have meant one.
 
     Example:
         >>> parse_budget("90%").fraction, parse_budget("16GiB").memory_bytes
@@ -47,6 +49,8 @@ def parse_budget(text: str | int | None) -> Budget:
     num_bytes = parse_bytes(written)
     if num_bytes <= 0:
         raise BudgetError(f"a budget of {written!r} holds nothing: give more than 0 bytes.")
+    if written.isdecimal() and num_bytes < LEAST_UNITLESS:
+        raise BudgetError(f"a budget of {written!r} is {num_bytes} bytes: write the unit, like {written}GiB.")
     return Budget(memory_bytes=num_bytes)
 
 

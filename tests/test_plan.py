@@ -148,6 +148,8 @@ BAD = [
     (["--budget", "0"], "holds nothing"),
     (["--budget", "-5"], "not an amount of memory"),
     (["--budget", "12XB"], "not an amount of memory"),
+    (["--budget", "5 bananas"], "not an amount of memory"),
+    (["--budget", "5"], "a budget of '5' is 5 bytes: write the unit, like 5GiB"),
     (["--budget", "90%"], "has no memory of its own"),
     ([], "say how much may be used, like --budget 16GiB"),
     (["--target", "h100", "--budget", "200GiB"], "more than h100 has: 79.11 GiB"),

@@ -42,12 +42,13 @@ def step_blocks(question: Question, target: Target, step: Step, graph: StepGraph
         StepError: The step declares no stack, or a stack is no loop that keeps values for the backward pass.
     """
     rates = rates_of(target)
+    stacks = _module_stacks(question, graph, rates or NOMINAL) if question.wraps else _stacks(step, graph, rates or NOMINAL)
     return StepBlocks(
-        stacks=_module_stacks(question, graph, rates or NOMINAL) if question.wraps else _stacks(step, graph, rates or NOMINAL),
+        stacks=stacks,
         knobs=_knobs(step.knobs),
         options=options_in_force(question),
         alternatives=tuple((way.text, tuple(way.options.items())) for way in step.alternatives),
-        has_depth=step.knobs.depth is not None and _depth_works(question, target, step),
+        has_depth=not _is_interleaved(question, stacks) and step.knobs.depth is not None and _depth_works(question, target, step),
         num_devices=graph.num_devices,
         flops=sum((op.flops or 0) * op.calls for op in graph.ops if op.is_live) // graph.num_devices,
         time=None if rates is None else step_time(graph, rates),
@@ -140,6 +141,11 @@ def options_in_force(question: Question) -> tuple[tuple[str, str], ...]:
     parameters = list(inspect.signature(factory).parameters.values())[2:]
     defaults = {each.name: str(each.default) for each in parameters if isinstance(each.default, bool | int | float | str)}
     return tuple((defaults | dict(question.options)).items())
+
+
+def _is_interleaved(question: Question, stacks: Sequence[StackBlocks]) -> bool:
+    """Whether modules of several kinds were matched: which of them a smaller depth leaves, nobody says."""
+    return bool(question.wraps) and len(stacks) > 1
 
 
 def _depth_works(question: Question, target: Target, step: Step) -> bool:
