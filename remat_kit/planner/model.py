@@ -86,8 +86,8 @@ def features(layout: Layout, *, is_whole: bool) -> dict[str, float]:
         for name, amount in layer_features(stack, segment.choice, is_whole=is_whole).items():
             found[name] = found.get(name, 0.0) + amount * segment.num_layers
     name, segments = layout.stacks[-1]
-    if len(segments) > 1 and segments[-1].num_layers == 1 and not isinstance(segments[-1].choice.policy, NoRemat):
-        found[f"alone {name}"] = alone_amount(segments[-1].choice)
+    if len(segments) > 1 and segments[-1].num_layers == 1:
+        found |= alone_features(name, segments[-1].choice)
     stack, widest = max(layout.segments, key=lambda pair: pair[1].choice.working_bytes)
     return found | working_features(stack, widest.choice)
 
@@ -109,9 +109,12 @@ def layer_features(stack: str, choice: LayerChoice, *, is_whole: bool) -> dict[s
     return found | name_features(stack, choice)
 
 
-def alone_amount(choice: LayerChoice) -> float:
-    """MiB kept by a last layer that alone follows its policy: no loop holds them while that over the other layers runs."""
-    return choice.saved_bytes / MiB
+def alone_features(stack: str, choice: LayerChoice) -> dict[str, float]:
+    """The part of a last layer that alone follows its policy: no loop holds what it keeps while that over the others runs."""
+    found = {f"alone {stack}": choice.saved_bytes / MiB}
+    if isinstance(choice.policy, NoRemat):  # keeps more than a layer's working set, which bounds what is spared
+        found[f"bare {stack}"] = choice.saved_bytes / MiB
+    return found
 
 
 def name_features(stack: str, choice: LayerChoice) -> dict[str, float]:
@@ -138,6 +141,8 @@ def prior(feature: str) -> tuple[float, float]:
             return 0.0, 0.2 * MiB
         case "alone":
             return 0.0, 0.7 * MiB
+        case "bare":
+            return 0.0, 0.4 * MiB
         case "mixed":
             return 0.0, 64.0 * MiB
         case "whole":
@@ -202,14 +207,11 @@ def options_of(
 
 def _last_bytes(model: MemoryModel, stack: PlannedStack, layer_bytes: Callable[[str, LayerChoice], int]) -> tuple[int, ...]:
     """What each policy keeps in a last layer that alone follows it; () while nothing was measured of that."""
-    feature = f"alone {stack.name}"
-    if feature not in model.coefficients:
+    if f"alone {stack.name}" not in model.coefficients:
         return ()
-    each = model.coefficients[feature]
 
     def last(choice: LayerChoice) -> int:
-        spared = 0.0 if isinstance(choice.policy, NoRemat) else each * alone_amount(choice)
-        return max(0, layer_bytes(stack.name, choice) + math.ceil(spared))
+        return max(0, layer_bytes(stack.name, choice) + math.ceil(_expected(model, alone_features(stack.name, choice))))
 
     return tuple(map(last, stack.choices))
 
