@@ -104,11 +104,12 @@ def test_the_objective_time_uses_the_budget_too():
     assert result.recompute_s > 0
 
 
-def test_a_straight_compiler_is_predicted_before_the_first_whole_compile():
-    stacks, compiler = one_stack(padding={"q": 1.25})
+@pytest.mark.parametrize(("padding", "off"), [({}, 2e-3), ({"q": 1.25}, 0.015)])
+def test_a_straight_compiler_is_predicted_before_the_first_whole_compile(padding, off):
+    stacks, compiler = one_stack(padding=padding)
     result = find_plan(stacks, budget_bytes=13 * GiB, measure=compiler, objective=Objective.FLOPS)
     first_whole = next(entry for entry in result.log if entry.depth is None)
-    assert first_whole.predicted_bytes == pytest.approx(first_whole.total_bytes, rel=2e-3)
+    assert first_whole.predicted_bytes == pytest.approx(first_whole.total_bytes, rel=off)
     small = [entry for entry in result.log if entry.depth is not None]
     assert 0 < len(small) <= 8
     assert result.log[: len(small)] == tuple(small)  # predicted is fixed before any compile at full depth

@@ -1,9 +1,9 @@
 """Small compiles, before any of the whole step: what fixed bytes, layers, names and segments really take on this compiler.
 
-In: a ledger that compiles, the stacks. Out: the ledger's model, calibrated. First the leanest policies at two depths (fixed
-bytes, bytes per layer), then the richest (what names really take), a last layer alone (whose values no loop holds), policies that
-are least certain, at last those of the plan itself. A loop is one program at any depth; modules one after the other are another
-program at each, so there the line through two depths is checked near the full one, and given up where it does not hold.
+In: a ledger that compiles, the stacks. Out: the ledger's model, calibrated. First the leanest policies and the richest, each at
+two depths (fixed bytes, bytes per layer, what names really take), then policies that are least certain, a last layer alone (whose
+values no loop holds), at last those of the plan itself. A loop is one program at any depth; modules one after the other are not:
+there the line through two depths is checked near the full one, and given up where it does not hold.
 """
 
 from collections.abc import Sequence
@@ -46,6 +46,8 @@ def calibrate(
     rich = uniform(stacks, [min(stack.choices, key=lambda choice: _poverty(choice, objective)) for stack in stacks])
     low, high = _lean_line(ledger, stacks, lean, low=min(depths), high=max(depths))
     ledger.observe_small([shrink(rich, high)], depth=high)
+    if high - low > 1:  # what layers keep grows with depth, a working set does not: only two depths tell them apart
+        ledger.observe_small([shrink(rich, low)], depth=low)
     for _ in range(min(ledger.limits.num_probes, max(1, ledger.num_small_left - 2))):
         ledger.observe_small([shrink(_least_certain(ledger.model(), stacks), high)], depth=high)
     _probe_last_layer(ledger, stacks, rich, depth=high)

@@ -29,6 +29,8 @@ def proof_lines(plan: StepPlan) -> tuple[str, ...]:
     """Prediction against compiled, how many compiles, the predicted time."""
     result = plan.result
     lines = [f"compiled {_exact(result.compiled_total_bytes)} of {_exact(result.budget_bytes)} per device"]
+    if result.host_bytes:
+        lines.append(f"besides, {_exact(result.host_bytes)} of host memory")
     if result.predicted_total_bytes is None:
         lines.append("nothing was predicted: there was no smaller compile to predict from")
     else:

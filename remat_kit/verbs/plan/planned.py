@@ -219,7 +219,7 @@ def _step_plan(session: Session, asked: PlanQuestion, blocks: StepBlocks, result
         num_cached=session.num_cached,
         program=blocks.program,
         versions=session.versions,
-        notes=(*blocks.notes, *_notes(blocks), *predicted.notes),
+        notes=(*blocks.notes, *_notes(blocks), *session.plan_notes.get(result.plan, ()), *predicted.notes),
     )
 
 

@@ -72,6 +72,7 @@ class Session:
         num_cached: Those that were remembered.
         versions: Of what compiles, once something was compiled.
         wire_bytes: Whole plan on several devices -> bytes that its collectives send from a device.
+        plan_notes: Whole plan -> what its compile's answer noted.
     """
 
     worker: Worker
@@ -79,6 +80,7 @@ class Session:
     num_cached: int = 0
     versions: tuple[tuple[str, str], ...] = ()
     wire_bytes: dict[str, int] = field(default_factory=dict)
+    plan_notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def ask_blocks(session: Session, asked: PlanQuestion) -> StepBlocks:
@@ -117,6 +119,7 @@ def compile_plan(session: Session, asked: PlanQuestion, plan: str, *, what: str 
     session.num_compiles += 1
     session.num_cached += answer.compiled.from_cache
     session.versions = answer.compiled.versions
+    session.plan_notes[plan] = answer.notes
     total_bytes = answer.compiled.device.total_bytes
     if answer.compiled.refused is not None and total_bytes <= asked.budget_bytes:
         raise CompileError(
