@@ -277,6 +277,49 @@ def test_a_saved_activation_whose_matmul_runs_again_is_found():
     assert clean.findings == ()
 
 
+def unrolled_loss(policy, block):
+    def loss(params, x):
+        for layer in range(L):
+            x = remat(block, policy)(x, jax.tree.map(lambda p: p[layer], params))  # noqa: B023 (run at once)
+        return x.sum()
+
+    return loss
+
+
+@pytest.mark.parametrize("policy", ["full", "save(in)"])
+def test_a_layer_s_kept_input_is_not_held_against_the_layer_s_own_matmuls(policy):
+    """Unrolled layers run the same code: what made a layer's input, in the layer before, does not run again for it."""
+
+    def block(x, p):
+        x = checkpoint_name(x, "in")
+        return x + jnp.sin(jnp.sin(x @ p["up"]) @ p["down"])
+
+    report = residual_report(unrolled_loss(policy, block), *STACK)
+    assert [finding.kind for finding in report.findings if "in" in finding.names] == []
+
+
+def test_saved_activations_of_unrolled_layers_are_one_finding():
+    def block(x, p):
+        return x + checkpoint_name(jnp.tanh(jnp.sin(x @ p["up"])), "act") @ p["down"]
+
+    (finding,) = residual_report(unrolled_loss("save(act)", block), *STACK).findings
+    assert (finding.names, finding.bytes_at_stake, finding.flops_at_stake) == (("act",), L * B * F * F32, L * 2 * B * D * F)
+
+
+def test_values_named_by_layer_are_one_finding():
+    def block(x, p, layer):
+        return x + checkpoint_name(jnp.tanh(jnp.sin(x @ p["up"])), f"h/{layer}/act") @ p["down"]
+
+    def loss(params, x):
+        for layer in range(L):
+            x = remat(functools.partial(block, layer=layer), "save(*/act)")(x, jax.tree.map(lambda p: p[layer], params))  # noqa: B023
+        return x.sum()
+
+    (finding,) = residual_report(loss, *STACK).findings
+    assert (len(finding.names), finding.bytes_at_stake) == (L, L * B * F * F32)
+    assert f"like its namesakes in {L - 1} more layers" in finding.message
+
+
 def test_recomputation_is_told_per_operation():
     def block(x, p):
         return checkpoint_name(x + jnp.sin(x @ p["up"]) @ p["down"], "out")

@@ -1,34 +1,44 @@
 """What runs again in the backward pass, and which saved values do not prevent it.
 
 In: a graph, its `Links` and what it keeps. Out: `Recomputed` and `Finding` records. Recomputed and forward operations are
-matched by primitive, call site and shape, which JAX keeps when it splits a region. A saved value is held against the nearest
-matmul, kernel or convolution that made it: when that still runs in a region that reads the value, something else of it is needed.
+matched by their code (`originals.py`). A saved value is held against the nearest matmul, kernel or convolution that made it: when
+that still runs in a region that reads the value, something else of it is needed.
 """
 
+import re
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from dataclasses import dataclass
 
 from remat_kit.errors import nearest
 from remat_kit.findings import Finding, FindingKind, Remedy
-from remat_kit.graph import Crossing, Origin, Phase, Recomputed, StepGraph, TracedOp, is_kernel
+from remat_kit.graph import Crossing, Origin, Phase, Recomputed, Residual, StepGraph, TracedOp, is_kernel
 from remat_kit.policy import Action, Kind, Named, matches
 from remat_kit.trace.kept import Kept, parsed_rules
 from remat_kit.trace.links import Links, same_value
+from remat_kit.trace.originals import Code, Originals, code_of, originals_of
 
-# Primitive, call site and shape of the first result.
-_Code: TypeAlias = tuple[str, int, tuple[int, ...]]
 _CROSSINGS = frozenset(Crossing)
+_LAYER_NUMBER = re.compile(r"(?<![:\d])\d+")  # no number of a line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rerun:
+    """A saved value, the work behind it that runs again, and for what."""
+
+    record: Residual
+    again: list[TracedOp]
+    needed_by: tuple[str, ...]
 
 
 def recomputed_ops(graph: StepGraph, links: Links) -> tuple[Recomputed, ...]:
     """Operations that run again, those of one line and primitive together, most FLOPs first."""
-    groups: dict[_Code, list[TracedOp]] = {}
-    forward_calls: dict[_Code, int] = {}
+    groups: dict[Code, list[TracedOp]] = {}
+    forward_calls: dict[Code, int] = {}
     for op in graph.ops:
         if op.is_live and op.phase is Phase.FORWARD:
-            forward_calls[_code(graph, op)] = forward_calls.get(_code(graph, op), 0) + op.calls
+            forward_calls[code_of(graph, op)] = forward_calls.get(code_of(graph, op), 0) + op.calls
         elif op.is_live and op.calls and op.phase is Phase.RECOMPUTE and op.kind not in _CROSSINGS and not same_value(graph, op):
-            groups.setdefault(_code(graph, op), []).append(op)
+            groups.setdefault(code_of(graph, op), []).append(op)
     found = [
         Recomputed(
             kind=kind,
@@ -47,31 +57,44 @@ def recomputed_ops(graph: StepGraph, links: Links) -> tuple[Recomputed, ...]:
 
 def find_faults(graph: StepGraph, links: Links, kept: Sequence[Kept]) -> tuple[Finding, ...]:
     """Saved values that save no work, then rules that save nothing."""
-    found = [fault for value in kept if (fault := _saved_but_recomputed(graph, links, value)) is not None]
+    originals = originals_of(graph, links)
+    groups: dict[str, list[_Rerun]] = {}
+    for value in kept:
+        if (rerun := _rerun(graph, links, originals, value)) is not None:
+            groups.setdefault(_LAYER_NUMBER.sub("#", f"{rerun.record.names} {rerun.record.source} {rerun.needed_by}"), []).append(
+                rerun
+            )
+    found = [_saved_but_recomputed(graph, layers) for layers in groups.values()]
     found.sort(key=lambda fault: -(fault.flops_at_stake or 0))
     return (*found, *_idle_patterns(graph, kept), *_batched_matmuls(graph, kept))
 
 
-def _saved_but_recomputed(graph: StepGraph, links: Links, kept: Kept) -> Finding | None:
+def _rerun(graph: StepGraph, links: Links, originals: Originals, kept: Kept) -> _Rerun | None:
     record = kept.record
     if not record.names or not kept.regions or record.origin is not Origin.OPERATION:
         return None
-    code = {_code(graph, op) for op in _nearest_work(graph, links, kept.base)}
+    work = {code_of(graph, op): op for op in _nearest_work(graph, links, kept.base)}
     running = [op for op in graph.ops if op.is_live and op.calls and op.phase is Phase.RECOMPUTE and op.region in kept.regions]
-    again = [op for op in running if _code(graph, op) in code]
+    again = [op for op in running if (code := code_of(graph, op)) in work and originals.repeats(op, work[code], code=code)]
     needed_by = tuple(dict.fromkeys(need for op in again for need in _needs(links, op)))
-    if not needed_by:
-        return None
-    name, flops = " = ".join(record.names), _flops(graph, again)
-    work = ", ".join(dict.fromkeys(_words(op) for op in again))
+    return _Rerun(record=record, again=again, needed_by=needed_by) if needed_by else None
+
+
+def _saved_but_recomputed(graph: StepGraph, layers: Sequence[_Rerun]) -> Finding:
+    """One finding for the same value of layers that are unrolled."""
+    first = layers[0]
+    names = tuple(dict.fromkeys(name for layer in layers for name in layer.record.names))
+    sizes = [layer.record.device_bytes for layer in layers]
+    name, work = " = ".join(first.record.names), ", ".join(dict.fromkeys(_words(op) for op in first.again))
+    like_it = "" if names == first.record.names else f", like its namesakes in {len(layers) - 1} more layers,"
     return Finding(
         kind=FindingKind.SAVED_BUT_RECOMPUTED,
-        names=record.names,
-        needed_by=needed_by,
-        bytes_at_stake=record.device_bytes,
-        flops_at_stake=flops,
-        message=f"{name} is saved, but {work} still runs again because of {', '.join(needed_by)}.",
-        source=record.source,
+        names=names,
+        needed_by=first.needed_by,
+        bytes_at_stake=None if None in sizes else sum(size or 0 for size in sizes),
+        flops_at_stake=_flops(graph, [op for layer in layers for op in layer.again]),
+        message=f"{name}{like_it} is saved, but {work} still runs again because of {', '.join(first.needed_by)}.",
+        source=first.record.source,
         remedy=Remedy(
             text=f"Save that too, by a name where it is made (inside the rule of a custom kernel); or don't save {name}."
         ),
@@ -173,10 +196,6 @@ def _batched_matmuls(graph: StepGraph, kept: Sequence[Kept]) -> list[Finding]:
             remedy=Remedy(text="Save the matmuls by weights (rule weights), by name, or all of them (rule dots)."),
         )
     ]
-
-
-def _code(graph: StepGraph, op: TracedOp) -> _Code:
-    return op.kind, op.code, graph.values[op.outputs[0]].shape if op.outputs else ()
 
 
 def _is_work(op: TracedOp) -> bool:
