@@ -142,7 +142,7 @@ def prior(feature: str) -> tuple[float, float]:
         case "alone":
             return 0.0, 0.7 * MiB
         case "bare":
-            return 0.0, 0.4 * MiB
+            return 0.2 * MiB, 0.3 * MiB
         case "mixed":
             return 0.0, 64.0 * MiB
         case "whole":
