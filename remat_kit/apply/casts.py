@@ -5,9 +5,6 @@ the loop's body, or before the loop. Made for measuring, not for training: a cas
 XLA folds both, so that other uses of a weight read the rounded value. Scans inside of jit are reached, in other programs not.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
-# (jaxprs are untyped)
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -94,9 +91,11 @@ class _Moved:
 def _inside(equation: JaxprEqn, casts: dict[Var, jax.Array], widened: dict[Var, Any]) -> _Moved:
     """Slices what was cast before the loop; gradients that are cast back behind the loop are cast in its body."""
     first = sum(_jax.scan_counts(equation.params))
-    operands = {at: casts[atom] for at, atom in enumerate(equation.invars) if at >= first and _is_in(atom, set(casts))}
+    operands = {
+        at: casts[atom] for at, atom in enumerate(equation.invars) if at >= first and isinstance(atom, Var) and atom in casts
+    }
     shapes = {value.shape for value in operands.values()}
-    stacked = {at: widened[v] for at, v in enumerate(equation.outvars) if v in widened and v.aval.shape in shapes}
+    stacked = {at: widened[v] for at, v in enumerate(equation.outvars) if v in widened and _aval(v).shape in shapes}
     return _Moved(operands=operands, stacked=stacked)
 
 
@@ -106,8 +105,8 @@ def _outside(equation: JaxprEqn, whole: set[Var]) -> _Moved:
     body = equation.params["jaxpr"]
     operands = [(at, atom) for at, atom in enumerate(equation.invars) if at >= num_consts + num_carry and _is_in(atom, whole)]
     narrowed = {at: dtype for at, _ in operands if (dtype := _narrow_dtype(body, at)) is not None}
-    shapes = {atom.aval.shape for at, atom in operands if at in narrowed}
-    results = [at for at, v in enumerate(equation.outvars) if at >= num_carry and v.aval.shape in shapes]
+    shapes = {_aval(atom).shape for at, atom in operands if at in narrowed}
+    results = [at for at, v in enumerate(equation.outvars) if at >= num_carry and _aval(v).shape in shapes]
     return _Moved(narrowed=narrowed, stacked={at: dtype for at in results if (dtype := _made_from(body, at)) is not None})
 
 
@@ -127,7 +126,7 @@ def _scan(equation: JaxprEqn, env: dict[Var, jax.Array], moved: _Moved) -> Array
 
     options = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
     carry, stacked = jax.lax.scan(one, values[num_consts:first], sliced, **options)
-    given = [v.aval.dtype for v in equation.outvars[num_carry:]]
+    given = [_aval(v).dtype for v in equation.outvars[num_carry:]]
     # Wider than the program says where its only reader casts it to that; else as the program says.
     return [*carry, *(x if x.dtype.itemsize > d.itemsize else x.astype(d) for x, d in zip(stacked, given, strict=True))]
 
@@ -144,7 +143,7 @@ def _widened(closed: ClosedJaxpr) -> dict[Var, Any]:
     for var, (reader, *others) in readers.items():
         if reader.primitive.name == "convert_element_type" and not others and var not in results:
             dtype = reader.params["new_dtype"]
-            if dtype.itemsize > var.aval.dtype.itemsize and jnp.issubdtype(dtype, jnp.floating):
+            if dtype.itemsize > _aval(var).dtype.itemsize and jnp.issubdtype(dtype, jnp.floating):
                 found[var] = dtype
     return found
 
@@ -176,7 +175,7 @@ def _made_from(program: Any, position: int) -> Any | None:
         if var not in equation.outvars:
             continue
         if equation.primitive.name == "convert_element_type":
-            source = equation.invars[0].aval.dtype
+            source = _aval(equation.invars[0]).dtype
             return source if _is_narrower(source, var) else None
         if equation.primitive.name in _SAME_VALUE:
             var = equation.invars[0]
@@ -187,13 +186,18 @@ def _made_from(program: Any, position: int) -> Any | None:
 
 
 def _is_narrower(dtype: Any, atom: Var | Literal) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < atom.aval.dtype.itemsize
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < _aval(atom).dtype.itemsize
 
 
 def _same_inputs(equation: JaxprEqn) -> list[Any]:
     """Programs that an equation runs on its operands as they are."""
     inner = _jax.inner_programs(equation)
     return [program for program in inner if len(_jax.open_jaxpr(program)[0].invars) == len(equation.invars)]
+
+
+def _aval(atom: Var | Literal) -> Any:
+    """Its shape and dtype; typed loosely, as JAX does not annotate them."""
+    return atom.aval
 
 
 def _is_in(atom: Var | Literal, variables: set[Var] | frozenset[Var]) -> bool:

@@ -5,10 +5,10 @@ matched by their code (`originals.py`). A saved value is held against the neares
 that still runs in a region that reads the value, something else of it is needed.
 """
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from remat_kit.analysis.labels import layer_patterns
 from remat_kit.errors import nearest
 from remat_kit.findings import Finding, FindingKind, Remedy
 from remat_kit.graph import Crossing, Origin, Phase, Recomputed, Residual, StepGraph, TracedOp, is_kernel
@@ -18,7 +18,6 @@ from remat_kit.trace.links import Links, same_value
 from remat_kit.trace.originals import Code, Originals, code_of, originals_of
 
 _CROSSINGS = frozenset(Crossing)
-_LAYER_NUMBER = re.compile(r"(?<![:\d])\d+")  # no number of a line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,15 +57,20 @@ def recomputed_ops(graph: StepGraph, links: Links) -> tuple[Recomputed, ...]:
 def find_faults(graph: StepGraph, links: Links, kept: Sequence[Kept]) -> tuple[Finding, ...]:
     """Saved values that save no work, then rules that save nothing."""
     originals = originals_of(graph, links)
-    groups: dict[str, list[_Rerun]] = {}
-    for value in kept:
-        if (rerun := _rerun(graph, links, originals, value)) is not None:
-            groups.setdefault(_LAYER_NUMBER.sub("#", f"{rerun.record.names} {rerun.record.source} {rerun.needed_by}"), []).append(
-                rerun
-            )
-    found = [_saved_but_recomputed(graph, layers) for layers in groups.values()]
+    reruns = [rerun for value in kept if (rerun := _rerun(graph, links, originals, value)) is not None]
+    found = [_saved_but_recomputed(graph, layers) for layers in _by_layer(reruns)]
     found.sort(key=lambda fault: -(fault.flops_at_stake or 0))
     return (*found, *_idle_patterns(graph, kept), *_batched_matmuls(graph, kept))
+
+
+def _by_layer(reruns: Sequence[_Rerun]) -> Iterable[list[_Rerun]]:
+    """Those of one value in all unrolled layers together."""
+    texts = [f"{rerun.record.names} {rerun.record.source} {rerun.needed_by}" for rerun in reruns]
+    patterns = layer_patterns(dict.fromkeys(texts))
+    groups: dict[str, list[_Rerun]] = {}
+    for text, rerun in zip(texts, reruns, strict=True):
+        groups.setdefault(patterns[text], []).append(rerun)
+    return groups.values()
 
 
 def _rerun(graph: StepGraph, links: Links, originals: Originals, kept: Kept) -> _Rerun | None:
@@ -86,7 +90,8 @@ def _saved_but_recomputed(graph: StepGraph, layers: Sequence[_Rerun]) -> Finding
     names = tuple(dict.fromkeys(name for layer in layers for name in layer.record.names))
     sizes = [layer.record.device_bytes for layer in layers]
     name, work = " = ".join(first.record.names), ", ".join(dict.fromkeys(_words(op) for op in first.again))
-    like_it = "" if names == first.record.names else f", like its namesakes in {len(layers) - 1} more layers,"
+    alike = f"like its namesakes in {len(layers) - 1} more" if names != first.record.names else f"in {len(layers)}"
+    like_it = f", {alike} layers," if len(layers) > 1 else ""
     return Finding(
         kind=FindingKind.SAVED_BUT_RECOMPUTED,
         names=names,
