@@ -208,6 +208,8 @@ def _judge(
         return PeakKind.RESIDUALS, short, 5
     if _ATTENTION.search(op_name):
         return PeakKind.ATTENTION, short, 5
+    if phase is StepPhase.UPDATE and point is not StepPhase.UPDATE and op_name:  # a mask or a table, made before all layers
+        return PeakKind.ACTIVATIONS, short, 3
     return _KIND_OF_PHASE[phase], short, 4 if op_name else 0
 
 
