@@ -142,7 +142,7 @@ def prior(feature: str) -> tuple[float, float]:
         case "alone":
             return 0.0, 0.7 * MiB
         case "bare":
-            return 0.2 * MiB, 0.3 * MiB
+            return 0.0, 0.4 * MiB
         case "mixed":
             return 0.0, 64.0 * MiB
         case "whole":
@@ -211,7 +211,9 @@ def _last_bytes(model: MemoryModel, stack: PlannedStack, layer_bytes: Callable[[
         return ()
 
     def last(choice: LayerChoice) -> int:
-        return max(0, layer_bytes(stack.name, choice) + math.ceil(_expected(model, alone_features(stack.name, choice))))
+        amounts = alone_features(stack.name, choice)
+        is_known = all(name in model.coefficients for name in amounts)  # what nobody measured is not counted on
+        return max(0, layer_bytes(stack.name, choice) + (math.ceil(_expected(model, amounts)) if is_known else 0))
 
     return tuple(map(last, stack.choices))
 

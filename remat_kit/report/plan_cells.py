@@ -39,7 +39,7 @@ def proof_lines(plan: StepPlan) -> tuple[str, ...]:
             f"({result.predicted_total_bytes / result.compiled_total_bytes - 1:+.2%})"
         )
     lines.append(
-        f"{result.full_compiles} compiles of the whole step, {result.compiles} in all"
+        f"{result.full_compiles} compile{'s' * (result.full_compiles != 1)} of the whole step, {result.compiles} in all"
         + f", {plan.num_cached} of them remembered" * bool(plan.num_cached)
     )
     if plan.step_s is not None:
