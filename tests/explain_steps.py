@@ -35,6 +35,7 @@ def stack(
     With replicas the weights lie on a part of the devices each, the momentum on all of them (hybrid sharding).
     """
     layer = remat(_block, policies["layers"], prevent_cse=is_unrolled)
+    weight_axes, state_axes = ("fsdp",), ("data", "fsdp") if replicas > 1 else ("fsdp",)
     mesh = Mesh(np.array(devices).reshape(replicas, -1), ("data", "fsdp"))
 
     def over(*axes):
@@ -47,20 +48,19 @@ def stack(
         return jnp.mean(x_BTD.astype(jnp.float32) ** 2)
 
     def train_step(weights, momentum, x_BTD):
-        if accumulate == 1:
-            return _momentum_step(loss, weights, momentum, x_BTD)
         parts = x_BTD.reshape(accumulate, -1, *x_BTD.shape[1:])
         mean = lambda weights, parts: jnp.mean(jax.lax.map(lambda part: loss(weights, part), parts))  # noqa: E731
-        return _momentum_step(mean, weights, momentum, parts)
+        new = _momentum_step(*((loss, weights, momentum, x_BTD) if accumulate == 1 else (mean, weights, momentum, parts)))
+        return jax.lax.with_sharding_constraint(new, (over(None, weight_axes), over(None, state_axes)))
 
-    def tree(*axes):
+    def tree(axes):
         shapes = {"up": (depth, width, 4 * width), "down": (depth, 4 * width, width)}
         return {name: jax.ShapeDtypeStruct(shape, "float32", sharding=over(None, axes)) for name, shape in shapes.items()}
 
     x_BTD = jax.ShapeDtypeStruct((batch, seq, width), "bfloat16", sharding=over(("data", "fsdp")))
     return Step(
         fn=train_step,
-        args=(tree("fsdp"), tree("data", "fsdp") if replicas > 1 else tree("fsdp"), x_BTD),
+        args=(tree(weight_axes), tree(state_axes), x_BTD),
         donate=(0, 1),
         roles=("parameters", "optimizer_state", "batch"),
         stacks=(Stack(name="layers", num_layers=depth),),

@@ -87,13 +87,13 @@ def test_a_loop_s_flops_count_every_iteration(run, text):
         return lambda x, weights: run(layer, x, weights).sum()
 
     plain, full = (
-        count_work(dumped(jax.grad(loss(layer), argnums=(0, 1)), x, weights).module)
+        # With its value: in a gradient alone the last layer's forward pass is dead outside of a loop, 63 matmuls instead of 64.
+        count_work(dumped(jax.value_and_grad(loss(layer), argnums=(0, 1)), x, weights).module)
         for layer in (_layer, jax.checkpoint(_layer, prevent_cse=run is _loop))
     )
     assert plain.matmul_flops == pytest.approx(3 * once, rel=0.01)
     if text != "cpu" or run is not _loop:  # XLA:CPU drops the barriers that keep recomputation outside loops apart
-        # Outside a loop the last layer's recomputation stands right behind its forward pass, and is merged: 63 / 48.
-        assert full.matmul_flops / plain.matmul_flops == pytest.approx(4 / 3, rel=0.02 if run is _loop else 0.01)
+        assert full.matmul_flops / plain.matmul_flops == pytest.approx(4 / 3, rel=0.001)
 
 
 # REPORT: a residual is listed as "output of jit/scan/shard_map" instead of by its tag.
@@ -225,3 +225,32 @@ def test_synchronous_collectives_are_counted_and_shown_per_policy():
     slowed = dataclasses.replace(tagged, work=dataclasses.replace(tagged.work, collectives=collectives))
     slower = {change.what: (change.before, change.after) for change in difference(full, slowed).amounts}
     assert slower["num_sync_collectives"] == (0, sum(each.count for each in collectives))
+
+
+# SHARD: hybrid sharding without accumulation takes far more memory than the same tokens accumulated.
+
+
+@pytest.mark.slow
+def test_hybrid_sharding_of_equal_tokens_takes_equal_memory_or_named_buffers_say_why():
+    width, depth, devices = 512, 4, 8
+    once, twice = (explained("h100:8", "full", replicas=2, accumulate=parts, batch=256) for parts in (1, 2))
+    changes = difference(once, twice)
+    named = [change for group in (changes.appeared, changes.grew, changes.vanished, changes.shrank) for change in group]
+    unnamed = [change for change in named if change.kind in (PeakKind.OTHER, PeakKind.HOLES)]
+    added = twice.memory.peak_bytes - once.memory.peak_bytes
+    assert sum(change.added_bytes for change in named) == added
+    assert abs(added) <= 0.1 * once.memory.peak_bytes or abs(sum(change.added_bytes for change in unnamed)) <= 0.05 * abs(added)
+    for found in (once, twice):
+        kinds = {line.kind for line in found.memory.peak_classes}
+        assert (
+            sum(line.bytes for line in found.memory.peak_classes if line.kind is PeakKind.OTHER) < 0.01 * found.memory.peak_bytes
+        )
+        assert kinds & {PeakKind.GRADIENTS, PeakKind.UPDATES} and PeakKind.COLLECTIVES in kinds
+        assert found.findings == ()
+    (inputs,) = (line for line in twice.memory.peak_classes if line.name == "layer inputs")
+    assert (inputs.layers, inputs.logical_bytes) == (2 * depth, 2 * depth * 128 * 64 * width // devices * 2)
+    # Accumulated gradients lie split over all devices as the momentum does, in float32: of both weights, whole and of a part.
+    split_bytes = 4 * 2 * depth * width * 4 * width // devices
+    gradients = [line for line in twice.memory.peak_classes if line.kind is PeakKind.GRADIENTS and line.shape.startswith("f32")]
+    assert sum(line.logical_bytes for line in gradients) == 2 * split_bytes
+    assert {line.name for line in gradients} == {"weights['up']", "weights['down']"}

@@ -8,7 +8,7 @@ and the holes between them, computed from offsets.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from remat_kit.analysis.assignment import Allocation
+from remat_kit.analysis.assignment import Allocation, AssignedValue
 from remat_kit.analysis.classify import label_of
 from remat_kit.analysis.dump import Dump
 from remat_kit.analysis.labels import Evidence, Label, layer_patterns, short_name
@@ -66,7 +66,8 @@ def _fixed(dump: Dump, evidence: Evidence, space: Space) -> Iterator[PeakClass]:
         argument = by_number.get(each.parameter) if each.parameter is not None else None
         if argument is None and not each.is_live_out:
             continue
-        logical = min(each.size_bytes, argument.local.num_bytes if argument else _logical(each))
+        value = _result(each, evidence) if argument is None else next(iter(each.values), None)
+        logical = min(each.size_bytes, argument.local.num_bytes if argument else _logical(each, value))
         padding += each.size_bytes - logical
         yield PeakClass(
             kind=argument.kind if argument else PeakKind.OUTPUTS,
@@ -75,16 +76,24 @@ def _fixed(dump: Dump, evidence: Evidence, space: Space) -> Iterator[PeakClass]:
             bytes=logical,
             logical_bytes=logical,
             source="",
-            shape=each.values[0].shape if each.values else "",
+            shape=value.shape if value else "",
         )
     if padding:
         yield _line(PeakKind.PADDING, "arguments and results", num_bytes=padding)
 
 
-def _logical(allocation: Allocation) -> int:
-    """Bytes of the first array in an allocation; a table of pointers has no padding."""
-    arrays = [value for value in allocation.values if not value.shape.startswith("(")]
-    return sum(array.num_bytes for array in arrays_of(arrays[0].shape)) if arrays else allocation.size_bytes
+def _result(allocation: Allocation, evidence: Evidence) -> AssignedValue | None:
+    """The value of an allocation that the program returns: the largest; temporaries may use its place before."""
+    module = evidence.flow.module
+    entry = module.computations[module.entry]
+    returned = (entry.root, *entry.by_name[entry.root].operands)
+    return max(allocation.values, key=lambda value: (value.size_bytes, value.key[0] in returned), default=None)
+
+
+def _logical(allocation: Allocation, value: AssignedValue | None) -> int:
+    """Bytes of a result without padding; a table of pointers has none."""
+    is_array = value is not None and not value.shape.startswith("(")
+    return sum(array.num_bytes for array in arrays_of(value.shape)) if value and is_array else allocation.size_bytes
 
 
 def _pieces(evidence: Evidence, arena: Arena, phases: Sequence[StepPhase]) -> Iterator[_Piece]:

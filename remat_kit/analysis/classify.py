@@ -191,14 +191,16 @@ def _judge(
 ) -> tuple[PeakKind, str, int]:
     """Class, name and certainty of a value that no loop carries; `argument` is what it is a copy of."""
     flow, short = evidence.flow, short_name(op_name) or instruction.opcode
+    phase = phase_of(op_name)
+    weights = weights_of_shape(evidence.arguments, array.dims)
     if holds_collective(flow.module, instruction):
-        return PeakKind.COLLECTIVES, argument.path if argument else short, 8
+        is_new_weight = phase is StepPhase.UPDATE and argument is None and weights
+        name = name_of_gradient(flow, weights, instruction.name, position) if is_new_weight else short
+        return PeakKind.COLLECTIVES, argument.path if argument else name, 8
     if argument is not None:
         return _kind_of_copy(argument), argument.path, 8
     if instruction.opcode.startswith("rng") or _RNG.search(op_name):
         return PeakKind.RNG, short, 7
-    phase = phase_of(op_name)
-    weights = weights_of_shape(evidence.arguments, array.dims)
     if weights and phase in (StepPhase.BACKWARD, StepPhase.UPDATE) and not _is_activation(array, evidence):
         name = name_of_gradient(flow, weights, instruction.name, position)
         return (PeakKind.GRADIENTS if phase is StepPhase.BACKWARD else PeakKind.UPDATES), name, 7

@@ -21,6 +21,8 @@ _MAX_READERS = 64
 def weights_of_shape(arguments: Sequence[Argument], dims: tuple[int, ...]) -> tuple[Argument, ...]:
     """Parameters that have a form with these dimensions, those in the same order of dimensions first; () for vectors.
 
+    Where optimizer state is split over more devices than its parameter, gradients and updates may be too.
+
     Args:
         arguments: Of the step.
         dims: Dimensions of some array.
@@ -32,8 +34,16 @@ def weights_of_shape(arguments: Sequence[Argument], dims: tuple[int, ...]) -> tu
     if len(real) < 2:
         return ()
     weights = [each for each in arguments if each.kind is PeakKind.PARAMETERS]
-    exact = tuple(each for each in weights if any(_real(form) == real for form in forms_of(each)))
-    return exact or tuple(each for each in weights if any(same_dims(form, real) for form in forms_of(each)))
+    if found := _of_shape(weights, real):
+        return found
+    state = _of_shape([each for each in arguments if each.kind is PeakKind.OPTIMIZER_STATE], real)
+    wholes = {each.global_dims for each in state}
+    return tuple(each for each in weights if each.global_dims in wholes)
+
+
+def _of_shape(arguments: Sequence[Argument], real: tuple[int, ...]) -> tuple[Argument, ...]:
+    exact = tuple(each for each in arguments if any(_real(form) == real for form in forms_of(each)))
+    return exact or tuple(each for each in arguments if any(same_dims(form, real) for form in forms_of(each)))
 
 
 def name_of_gradient(flow: Dataflow, candidates: Sequence[Argument], name: str, index: int | None) -> str:

@@ -44,7 +44,7 @@ class Stack:
     Attributes:
         element: What the loop carries it as.
         array: Its shape.
-        layers: Trip count of the loop; 1 when unknown.
+        layers: Trip count of the loop, 1 when unknown; of a residual that several loops stack, of all of them.
         maker: The instruction that makes one layer of it; None when it is what the loop carries from layer to layer.
         op_name: The program's words for the maker.
         source: `file:line` of the maker.
@@ -207,4 +207,5 @@ def _may_be(stack: Stack, residual: Residual, *, num_devices: int) -> bool:
 
 
 def _named(stack: Stack, residual: Residual | None) -> Stack:
-    return replace(stack, residual=residual)
+    """With its residual; a loop in a loop stacks stacks, whose layers are those of both."""
+    return stack if residual is None else replace(stack, residual=residual, layers=max(stack.layers, residual.num_layers))

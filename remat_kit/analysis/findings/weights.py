@@ -116,7 +116,8 @@ def _extra_runs(gathers: list[Collective]) -> dict[str, int]:
     """Parameter -> runs in recomputation and backward pass beyond one for each run of the forward pass."""
     forward, later = Counter[str](), Counter[str]()
     for each in gathers:
-        (forward if each.phase is StepPhase.FORWARD else later)[each.parameter] += each.count
+        if each.phase is not StepPhase.UPDATE:
+            (forward if each.phase is StepPhase.FORWARD else later)[each.parameter] += each.count
     return {name: later[name] - forward[name] for name in later if name and 0 < forward[name] < later[name]}
 
 
