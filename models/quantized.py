@@ -52,5 +52,6 @@ def dequantize(kernel: Quantized, qtype: str, dtype: Any) -> jax.Array:
         dtype: Of the result.
     """
     codes_DF = jax.lax.bitcast_convert_type(kernel.codes, _CODES[qtype]).reshape(kernel.codes.shape[0], -1)
-    array = qwix.QArray(qvalue=codes_DF, scale=kernel.scales, zero_point=None, qtype=qtype)
+    # In the dtype of the result: what is multiplied in bf16 and then cast may or may not be rounded, as XLA fuses it.
+    array = qwix.QArray(qvalue=codes_DF, scale=kernel.scales.astype(dtype), zero_point=None, qtype=qtype)
     return qwix.dequantize(array).astype(dtype)

@@ -1,6 +1,7 @@
 """One training step: loss, AdamW, state, gradient accumulation. Everything a loop needs beside data; `steps.py` makes factories.
 
 `update` and `make_optimizer` know no model: a loss is any function of parameters and a batch with `weights`, whose mean it takes.
+A batch whose weights are all 0 has nothing to learn from: it counts as a step and changes nothing else, no decay, no momentum.
 
 Legend: A micro-batches of a step, B batch, T tokens of a sequence.
 """
@@ -29,6 +30,9 @@ Loss = Callable[[Parameters, Any], jax.Array]
 
 # The names of a parameter's path -> whether it trains.
 IsTrained = Callable[[tuple[str, ...]], bool]
+
+# Of AdamW's two moments (Brown et al., 2020, appendix B).
+DECAYS = (0.9, 0.95)
 
 # Where the cosine ends, as a share of the peak learning rate (Hoffmann et al., 2022).
 FINAL_SHARE = 0.1
@@ -148,12 +152,30 @@ def make_schedule(options: OptimizerOptions) -> optax.Schedule:
     return optax.linear_schedule(0.0, peak, options.warmup) if options.warmup else optax.constant_schedule(peak)
 
 
-def make_optimizer(options: OptimizerOptions = OptimizerOptions()) -> optax.GradientTransformation:
-    """AdamW with clipping and the schedule of the options; weights decay, norms and biases do not."""
-    scheduled = options.warmup or options.decay_steps
-    rate = make_schedule(options) if scheduled else options.learning_rate
-    adamw = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=options.weight_decay, mask=_is_decayed)
-    return optax.chain(optax.clip_by_global_norm(options.max_norm), adamw)
+def make_optimizer(options: OptimizerOptions = OptimizerOptions()) -> optax.GradientTransformationExtraArgs:
+    """AdamW with clipping and the schedule of the options; weights decay, norms and biases do not.
+
+    Its `update` takes `is_empty`: a batch without weight, which leaves the optimizer's state as it is.
+    """
+    return optax.chain(optax.clip_by_global_norm(options.max_norm), _adamw(options))
+
+
+def _adamw(options: OptimizerOptions) -> optax.GradientTransformationExtraArgs:
+    """AdamW that keeps its moments by decays of 1 where a batch is empty, and its counters by a choice.
+
+    A choice between old and new moments cost a leaf's worth of memory on eight H100, a conditional copies the state (optax#472).
+    """
+    rate = make_schedule(options) if options.warmup or options.decay_steps else options.learning_rate
+
+    def rule(b1: Any, b2: Any) -> optax.GradientTransformation:
+        return optax.adamw(rate, b1=b1, b2=b2, weight_decay=options.weight_decay, mask=_is_decayed)
+
+    def update(updates: Any, state: Any, params: Any = None, *, is_empty: Any = False, **_: Any) -> tuple[Any, Any]:
+        decays = (jnp.where(is_empty, 1.0, decay) for decay in DECAYS)
+        updates, after = rule(*decays).update(updates, state, params)
+        return updates, jax.tree.map(lambda new, old: jnp.where(is_empty, old, new) if new.ndim == 0 else new, after, state)
+
+    return optax.GradientTransformationExtraArgs(rule(*DECAYS).init, update)
 
 
 def _is_decayed(params: Parameters) -> Parameters:
@@ -195,14 +217,14 @@ def update(
         state: The state before.
         batch: Arrays of B rows, among them `weights`.
         loss: See `Loss`.
-        optimizer: See `make_optimizer`.
+        optimizer: See `make_optimizer`; told `is_empty`, whether the batch has no weight. Parameters then stay with any.
         layout: The devices.
         accumulate: Micro-batches that the batch is split into.
         loss_scale: The loss is scaled up by it, the gradients down again.
         is_trained: Which parameters have gradients and optimizer state; the others go through as they are.
 
     Returns:
-        The state after, and the metrics `loss` and `grad_norm`.
+        The state after, and the metrics `loss` and `grad_norm`; both 0 when every weight is 0, and only `step` moved on.
     """
     params, frozen = split(state.params, is_trained)
     gradient = jax.value_and_grad(lambda params, part: loss(join(params, frozen), part) * loss_scale)
@@ -211,10 +233,11 @@ def update(
     else:
         value, grads = _accumulated(gradient, params, batch, layout, accumulate)
     grads = grads if loss_scale == 1.0 else jax.tree.map(lambda grad: grad / loss_scale, grads)
-    updates, opt_state = optimizer.update(grads, state.opt_state, params)
-    params = join(optax.apply_updates(params, updates), frozen)
+    is_empty = batch["weights"].astype(jnp.float32).sum() == 0
+    updates, opt_state = optax.with_extra_args_support(optimizer).update(grads, state.opt_state, params, is_empty=is_empty)
+    trained = jax.tree.map(lambda new, old: jnp.where(is_empty, old, new), optax.apply_updates(params, updates), params)
     metrics = {"loss": value / loss_scale, "grad_norm": optax.tree.norm(grads)}
-    return TrainState(params, opt_state, state.step + 1), metrics
+    return TrainState(join(trained, frozen), opt_state, state.step + 1), metrics
 
 
 def _accumulated(

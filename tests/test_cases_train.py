@@ -8,7 +8,7 @@ import pytest
 
 from models.sharding import Layout
 from models.training import TrainState, update
-from train.checkpoints import Checkpoints, Record
+from train.checkpoints import Checkpoints, Record, described_leaves
 from train.errors import TrainWarning
 from train.loop import checks_donation
 from train.state import buffer_addresses, fingerprints, reused_share
@@ -92,6 +92,7 @@ def record(step, state):
         plan="none",
         versions={},
         fingerprints=fingerprints(state),
+        leaves=described_leaves(state),
     )
 
 

@@ -10,7 +10,9 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from tests.train_runs import changed, metrics, run, same_bits, saved_state, saved_steps
-from train.errors import CheckpointError, DivergedError, TrainWarning
+from train.cli import read_arguments
+from train.data import Splits
+from train.errors import CheckpointError, DataError, DivergedError, OtherModelError, TrainWarning
 
 # orbax drops the futures of a checkpoint that could not be read.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -164,7 +166,7 @@ def test_when_all_are_damaged_it_says_so(whole, tmp_path):
         cut(largest_file(folder / "checkpoints" / f"step_{step}" / "state"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TrainWarning)
-        with pytest.raises(CheckpointError, match=r"no checkpoint can be read\. step 12: .* step 8: "):
+        with pytest.raises(CheckpointError, match=r"no checkpoint can be read: step 12: .*; step 8: "):
             run(folder, resume=True)
 
 
@@ -187,6 +189,20 @@ def test_other_data_or_batches_are_not_gone_on_with(whole, tmp_path):
         run(folder, resume=True, data={"held_out": 0.3})
     with pytest.raises(CheckpointError, match=r"took batches of .*give the --batch and --seq that it had"):
         run(folder, resume=True, model={"batch": 8})
+    assert read_arguments(["--resume", str(folder)]).config.model.batch == 4, "what failed is not what the next one finds"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"model": "llama3_tiny"}, r"step 8 .* is of another model: its .params\['embedding'\] is float32\[257, 64\], the "),
+        ({"set": ("layers=3",)}, r"is of another model: its .* is float32\[2, 64\], the model's float32\[3, 64\]\."),
+    ],
+)
+def test_another_model_does_not_go_on(whole, tmp_path, model, message):
+    folder = copied(whole[0], tmp_path, up_to=8)
+    with pytest.raises(OtherModelError, match=message):
+        run(folder, resume=True, model={**model, "policy": "none"})
 
 
 def test_a_run_that_is_done_stays_done(whole, tmp_path):
@@ -252,6 +268,40 @@ def foreign(policies, devices, *, batch: int = 4, seq: int = 16, mesh: str = "")
 
 
 DTYPES = {"tokens": "int32", "labels": "int32", "weights": "float32"}
+
+
+def masked(config, batch, *, held_out_weight=1.0):
+    """Text in which every place is masked."""
+    rng = np.random.default_rng(0)
+    seq = batch["tokens"].shape[1]
+
+    def example(weight):
+        tokens = rng.integers(0, 256, seq + 1, np.int32)
+        return {"tokens": tokens[:-1], "labels": tokens[1:], "weights": np.full(seq, weight, np.float32)}
+
+    kept = [example(held_out_weight)]
+    return Splits(train=[example(0.0) for _ in range(9)], held_out=kept, num_labels=256, fingerprint="f", unit="tokens")
+
+
+def masked_everywhere(config, batch):
+    """The same with nothing to evaluate on either."""
+    return masked(config, batch, held_out_weight=0.0)
+
+
+def test_batches_without_any_token_change_nothing_and_warn(tmp_path):
+    data, length = {"data": "tests.test_train_run:masked"}, {"steps": 4, "checkpoint_every": 2, "eval_every": 0}
+    with pytest.warns(TrainWarning, match=r"step \d: loss and gradient are 0, as when no weight of its batch"):
+        run(tmp_path, data=data, run=length)
+    before, after = (saved_state(tmp_path, step)["state"] for step in (2, 4))
+    for part in ("params", "opt_state"):
+        assert same_bits(before[part], after[part])
+    assert (before["step"], after["step"]) == (2, 4)
+
+
+def test_nothing_to_evaluate_on_is_an_error(tmp_path):
+    data = {"data": "tests.test_train_run:masked_everywhere"}
+    with pytest.warns(TrainWarning), pytest.raises(DataError, match="no weight of the held-out examples is above 0"):
+        run(tmp_path, data=data, run={"steps": 4})
 
 
 def test_changed_keeps_the_rest():

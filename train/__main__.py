@@ -2,14 +2,18 @@
 
 import logging
 import sys
+import warnings
 
-from remat_kit.errors import RematKitError
+from remat_kit.errors import RematKitError, RematWarning
 from train.cli import read_arguments
-from train.errors import EXIT_BAD_INPUT, EXIT_DIVERGED, DivergedError
+from train.errors import EXIT_BAD_INPUT, EXIT_DIVERGED, DivergedError, TrainWarning
+
+_PLAIN_FORMAT = warnings.formatwarning
 
 
 def main(args: list[str] | None = None) -> int:
     """Runs the command line; returns its exit code."""
+    warnings.formatwarning = _as_a_line
     try:
         arguments = read_arguments(sys.argv[1:] if args is None else args)
         # JAX is loaded once the arguments are known to make sense.
@@ -21,10 +25,17 @@ def main(args: list[str] | None = None) -> int:
     except DivergedError as error:
         sys.stderr.write(f"diverged: {error}\n")
         return EXIT_DIVERGED
-    except RematKitError as error:
+    except (RematKitError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_BAD_INPUT
     return 0
+
+
+def _as_a_line(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """Warnings meant for people without the place in our code; others as Python writes them."""
+    if issubclass(category, (TrainWarning, RematWarning)):
+        return f"warning: {message}\n"
+    return _PLAIN_FORMAT(message, category, filename, lineno, line)
 
 
 def _tell(line: str) -> None:

@@ -58,10 +58,18 @@ class Built:
     @property
     def question(self) -> str:
         """The command that compiles the same step for a target."""
+        asked = "--wrap" if self.plan.wraps else "--policy"
+        return self._command("compare", f"{asked} {shlex.quote(str(self.plan))}")
+
+    @property
+    def planning(self) -> str:
+        """The command that finds a plan for the same step."""
+        return self._command("plan", "--out plan.toml")
+
+    def _command(self, verb: str, asked: str) -> str:
         settings = " ".join(f"--set {shlex.quote(f'{name}={text}')}" for name, text in self.options)
-        asked = f"--wrap {shlex.quote(str(self.plan))}" if self.plan.wraps else f"--policy {shlex.quote(str(self.plan))}"
         xla = "".join(f" --xla {shlex.quote(f'{name}={text}')}" for name, text in self.xla)
-        return f"remat-kit compare {self.factory} {settings} {asked}{xla} --target TARGET"
+        return f"remat-kit {verb} {self.factory} {settings} {asked}{xla} --target TARGET"
 
 
 def build_steps(config: TrainConfig, devices: Sequence[jax.Device]) -> Built:

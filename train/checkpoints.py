@@ -6,9 +6,11 @@ afterwards is found by its fingerprints, and the one before is taken, with a war
 plan, so any plan goes on from any checkpoint.
 """
 
+import contextlib
+import re
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,12 +22,15 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as managers
 
-from train.errors import CheckpointError, TrainWarning
+from train.errors import CheckpointError, OtherModelError, TrainWarning
 from train.state import State, fingerprints, rebuild
 
 DAMAGED_FOLDER = "damaged"
 # Orbax takes no tree that is a single array, as a state may be.
 _ROOT = "state"
+
+# What the system says of a disk that is full, or of a quota, somewhere in a message of tensorstore.
+_WRITE_FAILURE = re.compile(r"No space left on device|Disk quota exceeded|File too large|Read-only file system|Permission denied")
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
@@ -43,6 +48,7 @@ class Record:
         plan: Text of the plan that trained the steps before.
         versions: Package -> version.
         fingerprints: See `train.state.fingerprints`.
+        leaves: Path of each leaf of the state -> its dtype and shape, as text.
     """
 
     step: int
@@ -53,6 +59,7 @@ class Record:
     plan: str
     versions: Mapping[str, str]
     fingerprints: Mapping[str, int]
+    leaves: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +110,17 @@ class Checkpoints:
             state: To be saved.
             record: Beside it.
             held_out_loss: By which the best is chosen; None = it can't be the best.
+
+        Raises:
+            CheckpointError: It, or the one before, can't be written.
         """
         args = ocp.args.Composite(
             state=ocp.args.StandardSave({_ROOT: state}),  # type: ignore[call-arg]
             record=ocp.args.JsonSave(msgspec.to_builtins(record)),  # type: ignore[call-arg]
         )
         metrics = None if held_out_loss is None else {"loss": held_out_loss}
-        self._manager.save(record.step, args=args, metrics=metrics)
+        with self._writing():
+            self._manager.save(record.step, args=args, metrics=metrics)
 
     def restore(self, like: State) -> Restored | None:
         """Reads the newest checkpoint that is whole; damaged ones after it are set aside, as training will write them again.
@@ -121,12 +132,15 @@ class Checkpoints:
             It; None when there is no checkpoint at all.
 
         Raises:
-            CheckpointError: There are some, and all are damaged or of another model.
+            CheckpointError: There are some, and all are damaged.
+            OtherModelError: The newest one that can be read is of another model.
         """
         failures: dict[int, str] = {}
         for step in reversed(self.steps()):
             try:
                 found = self._read(step, like)
+            except OtherModelError:
+                raise
             except Exception as error:  # noqa: BLE001 - a damaged file fails in as many ways as there are readers
                 failures[step] = f"step {step}: {_first_line(error)}"
                 warnings.warn(f"checkpoint of {failures[step]}; trying the one before.", TrainWarning, stacklevel=2)
@@ -134,7 +148,7 @@ class Checkpoints:
                 self._set_aside(failures)
                 return found
         if failures:
-            raise CheckpointError(f"no checkpoint can be read. {' '.join(failures.values())} Give another --dir to start anew.")
+            raise CheckpointError(f"no checkpoint can be read: {'; '.join(failures.values())}. Give another --dir to start anew.")
         return None
 
     def _set_aside(self, steps: Iterable[int]) -> None:
@@ -149,13 +163,11 @@ class Checkpoints:
         self._manager.reload()
 
     def _read(self, step: int, like: State) -> Restored:
-        args = ocp.args.Composite(
-            state=ocp.args.StandardRestore({_ROOT: like}),  # type: ignore[call-arg]
-            record=ocp.args.JsonRestore(),
-        )
-        found = self._manager.restore(step, args=args)
-        record = msgspec.convert(found["record"], Record)
-        state = rebuild(found["state"][_ROOT])
+        told = self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore()))
+        record = msgspec.convert(told["record"], Record)
+        _check_leaves(record, like, self._folder)
+        args = ocp.args.Composite(state=ocp.args.StandardRestore({_ROOT: like}))  # type: ignore[call-arg]
+        state = rebuild(self._manager.restore(step, args=args)["state"][_ROOT])
         wrong = [name for name, number in fingerprints(state).items() if record.fingerprints.get(name) != number]
         if wrong:
             raise CheckpointError(f"damaged: the bits of {', '.join(wrong[:3])} are not those that were saved")
@@ -163,11 +175,27 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Waits until every checkpoint that was started is there."""
-        self._manager.wait_until_finished()
+        with self._writing():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Waits, and ends the threads that write."""
         self._manager.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Says what a failed write means; that of an earlier checkpoint may come out of a later call."""
+        try:
+            yield
+        except Exception as error:
+            reason = _WRITE_FAILURE.search(str(error))
+            if reason is None:
+                raise
+            run = self._folder.parent
+            raise CheckpointError(
+                f"{self._folder}: a checkpoint can't be written: {reason[0]}. Those before it are whole: make room, then go "
+                f"on with --resume {run}."
+            ) from error
 
 
 def _loss_of(metrics: Any) -> float:
@@ -177,6 +205,23 @@ def _loss_of(metrics: Any) -> float:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def described_leaves(state: State) -> dict[str, str]:
+    """Path of each leaf -> its dtype and shape, like "float32[2, 64]"."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+
+
+def _check_leaves(record: Record, like: State, folder: Path) -> None:
+    there, here = dict(record.leaves), described_leaves(like)
+    wrong = [name for name in there | here if there.get(name) != here.get(name)]
+    if wrong:
+        name = wrong[0]
+        raise OtherModelError(
+            f"the checkpoint of step {record.step} in {folder} is of another model: its {name} is {there.get(name, 'missing')}, "
+            f"the model's {here.get(name, 'missing')}. Give the --model and options that it had, or another --dir."
+        )
 
 
 def abstract_batch(batch: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[tuple[str, tuple[int, ...]], ...]:

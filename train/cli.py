@@ -74,6 +74,7 @@ def _base(first: Arguments) -> TrainConfig:
     base = PRESETS[start.preset] if start.preset else PRESETS.get(model, TrainConfig())
     if start.resume is not None:
         base = _stored(Path(start.resume))
+        base = dataclasses.replace(base, run=dataclasses.replace(base.run, dir=None))
     if start.config is not None:
         base = from_mapping(_read_file(Path(start.config)), base=base, where=start.config)
     asked = first.config.model

@@ -31,17 +31,22 @@ def choose_folder(config: TrainConfig, resume: str | None) -> Path:
 
     Raises:
         CheckpointError: A new run, and the folder has checkpoints.
-        ConfigError: One of several processes was given no folder.
+        ConfigError: One of several processes was given no folder, or the folder can't be made, or a resumed one another.
     """
-    if resume is not None:
-        return Path(resume)
     given = config.run.dir
+    if resume is not None:
+        if given is not None and Path(given).resolve() != Path(resume).resolve():
+            raise ConfigError(f"--resume {resume} goes on in that folder, not in --dir {given}: give one of them.")
+        return Path(resume)
     if given is None and config.process.coordinator is not None:
         raise ConfigError("several processes need one folder: give --dir, or start with train.launch.")
     folder = Path(given) if given is not None else _free_folder(config.model.model.rpartition(":")[2])
     if any((folder / CHECKPOINTS_FOLDER).glob("*")):
         raise CheckpointError(f"{folder} has checkpoints of an earlier run: go on with --resume {folder}, or give another --dir.")
-    (folder / CHECKPOINTS_FOLDER).mkdir(parents=True, exist_ok=True)
+    try:
+        (folder / CHECKPOINTS_FOLDER).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--dir {folder}: it can't be made: {error.strerror}.") from None
     return folder
 
 

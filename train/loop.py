@@ -123,6 +123,8 @@ class _Watch:
         numbers = {name: float(value) for name, value in jax.device_get(dict(metrics)).items()}
         if not all(map(math.isfinite, numbers.values())):
             raise DivergedError(self._hooks.explain(step, numbers, self._last, state))
+        if numbers["loss"] == numbers.get("grad_norm") == 0.0:
+            warnings.warn(f"step {step}: loss and gradient are 0, as when no weight of its batch is above 0.", TrainWarning, 2)
         self._last = numbers
 
 

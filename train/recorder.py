@@ -13,12 +13,14 @@ from types import TracebackType
 from typing import Any
 
 import jax
+import numpy as np
 
 from models import ModelStep, make_schedule
 from train.build import Built
 from train.config import TrainConfig
 from train.data import Splits
 from train.devices import peak_flops_per_s
+from train.errors import DataError
 from train.feed import held_out_batches
 from train.loop import Hooks, Numbers, checks_donation
 from train.memory import MemoryWatch, Promised, promised_memory
@@ -136,7 +138,10 @@ class Recorder(AbstractContextManager["Recorder"]):
         assert self._evaluate is not None
         batches = held_out_batches(self.run.splits.held_out, self._batch, num_batches=self.run.config.run.eval_batches)
         sums = [jax.device_get(self._evaluate(state.params, batch)) for batch in batches]
-        loss = float(sum(total for total, _ in sums) / sum(weight for _, weight in sums))
+        weight = sum(weight for _, weight in sums)
+        if not weight:
+            raise DataError(f"--data {self.run.config.data.data}: no weight of the held-out examples is above 0.")
+        loss = float(sum(total for total, _ in sums) / weight)
         self.held_out_loss = loss
         floor, name = self.run.splits.floor, self.run.splits.floor_name
         self.run.tell(f"step {step}: held-out loss {loss:.4f}" + (f" ({name}: {floor:.4f})" if floor is not None else ""))
@@ -159,7 +164,7 @@ def _learning_rate(built: Built) -> Callable[[int], float | None]:
     if not isinstance(built.step, ModelStep):
         return lambda _: None
     schedule = make_schedule(built.step.optimizer)
-    return lambda step: float(schedule(step - 1))  # pyright: ignore[reportArgumentType]
+    return lambda step: float(np.asarray(schedule(step - 1)))  # pyright: ignore[reportArgumentType]
 
 
 def _weighted_evaluation(built: Built) -> Callable[[Any, Any], tuple[jax.Array, jax.Array]] | None:

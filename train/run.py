@@ -18,10 +18,11 @@ from models import ModelStep
 from remat_kit import Step
 from remat_kit.files import default_mode, write_whole
 from train.build import Built, build_steps, compile_step
-from train.checkpoints import Checkpoints, Record, Restored, abstract_batch, installed_versions
+from train.checkpoints import Checkpoints, Record, Restored, abstract_batch, described_leaves, installed_versions
 from train.config import TrainConfig, to_mapping
 from train.data import Splits, load_splits
 from train.errors import CheckpointError
+from train.failures import explained
 from train.feed import Feed
 from train.folder import CHECKPOINTS_FOLDER, SUMMARY_FILE, choose_folder, store_config
 from train.heartbeat import heartbeat
@@ -81,23 +82,29 @@ def train(config: TrainConfig, devices: Sequence[jax.Device], *, resume: str | N
     splits = load_splits(config.data, batch, num_labels=num_labels)
     folder = choose_folder(config, resume)
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(folder)))
-    if jax.process_index() == 0:
-        store_config(config, folder)
+    if resume is None:
+        _store(config, folder)
     _announce(config, built, splits, tell)
     checkpoints = Checkpoints(folder / CHECKPOINTS_FOLDER, keep=config.run.keep)
     try:
-        run = Prepared(
-            config=config,
-            folder=folder,
-            built=built,
-            splits=splits,
-            compiled=compile_step(built),
-            checkpoints=checkpoints,
-            tell=tell,
-        )
-        return _run(run)
+        with explained(built):
+            run = Prepared(
+                config=config,
+                folder=folder,
+                built=built,
+                splits=splits,
+                compiled=compile_step(built),
+                checkpoints=checkpoints,
+                tell=tell,
+            )
+            return _run(run)
     finally:
         checkpoints.close()
+
+
+def _store(config: TrainConfig, folder: Path) -> None:
+    if jax.process_index() == 0:
+        store_config(config, folder)
 
 
 def _silent(_: str) -> None:
@@ -117,6 +124,7 @@ def _run(run: Prepared) -> Summary:
     config, step = run.config, run.built.step
     feed = Feed(run.splits.train, step.args[1], num_batches=config.run.steps, seed=config.data.data_seed)
     state, first_step = _begin(run, feed, run.checkpoints.restore(step.args[0]))
+    _store(config, run.folder)  # not before: what a run can't go on with is not what the next --resume should find
     recorder = Recorder(
         Recorded(
             config=config,
@@ -176,9 +184,13 @@ def _check_record(run: Prepared, record: Record) -> None:
         )
     if record.batch != batch:
         raise CheckpointError(
-            f"{run.folder} took batches of {record.batch}, now they are {batch}, and the position in the data counts batches: "
-            "give the --batch and --seq that it had."
+            f"{run.folder} took batches of {_shapes(record.batch)}, now they are {_shapes(batch)}, and the position in the data "
+            "counts batches: give the --batch and --seq that it had."
         )
+
+
+def _shapes(batch: tuple[tuple[str, tuple[int, ...]], ...]) -> str:
+    return ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in batch)
 
 
 def _record(run: Prepared, state: State, feed: Feed, step: int) -> Record:
@@ -191,6 +203,7 @@ def _record(run: Prepared, state: State, feed: Feed, step: int) -> Record:
         plan=str(run.built.plan),
         versions=installed_versions(),
         fingerprints=fingerprints(state),
+        leaves=described_leaves(state),
     )
 
 
