@@ -30,7 +30,7 @@ from tests.train_runs import (
 pytestmark = pytest.mark.slow
 
 
-STEPS = 60
+STEPS = 80
 LENGTH = ("--steps", str(STEPS), "--checkpoint-every", "5")
 
 
@@ -54,21 +54,28 @@ def start_run(folder, log, cache):
     return start("train", *where, cache=cache, log=log)
 
 
+def resumed_steps(log):
+    """From which steps a run went on, each time that it did."""
+    return list(map(int, re.findall(r"going on from step (\d+)", log.read_text(errors="replace"))))
+
+
 def test_killed_at_5_random_moments_it_ends_with_the_same_bits(tmp_path, cache):
     whole, twin = tmp_path / "whole", tmp_path / "twin"
     code, output = finish(start_run(whole, tmp_path / "whole.log", cache), tmp_path / "whole.log")
     assert code == 0, output
     rng, log = random.Random(0), tmp_path / "twin.log"
-    for step in sorted(rng.sample(range(6, 45), 5)):
+    for num_resumed in range(5):
         process = start_run(twin, log, cache)
-        wait_for(lambda step=step: steps_logged(twin) >= step, process, log)
+        wait_for(lambda count=num_resumed: len(resumed_steps(log)) == count, process, log)
+        step = (resumed_steps(log)[-1] if num_resumed else 5) + rng.randint(1, 8)
+        wait_for(lambda step=step: saved_steps(twin) and steps_logged(twin) >= step, process, log)
         time.sleep(rng.uniform(0.0, 0.05))
         process.kill()
         assert process.wait() == -signal.SIGKILL, "it ended before it was killed: give it more steps"
     code, output = finish(start_run(twin, log, cache), log)
     assert code == 0, output
-    resumed = list(map(int, re.findall(r"going on from step (\d+)", output)))
-    assert len(resumed) >= 4
+    resumed = resumed_steps(log)
+    assert len(resumed) == 5, "each time from a checkpoint"
     assert all(step % 5 == 0 for step in resumed)
     assert same_bits(saved_state(twin, STEPS), saved_state(whole, STEPS))
     assert metrics(twin)["loss"] == metrics(whole)["loss"]
