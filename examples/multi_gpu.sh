@@ -18,10 +18,12 @@ STEPS=${STEPS:-1000}
 # On storage that all nodes share.
 RUN=${RUN:-runs/$MODEL}
 PLAN=${PLAN:-plan.toml}
+# Such as 70GiB; without one, all memory of the target.
+BUDGET=${BUDGET:-}
 
 run() { if [[ -n ${DRY_RUN:-} ]]; then printf '%q ' "$@"; echo; else "$@"; fi; }
 
-run remat-kit plan "models:$MODEL" --set "batch=$BATCH" --set "seq=$SEQ" --target "$TARGET" --out "$PLAN"
+run remat-kit plan "models:$MODEL" --set "batch=$BATCH" --set "seq=$SEQ" --target "$TARGET" ${BUDGET:+--budget "$BUDGET"} --out "$PLAN"
 train=(python -m train --model "$MODEL" --batch "$BATCH" --seq "$SEQ" --steps "$STEPS" --plan "$PLAN" --dir "$RUN" "$@")
 if ((NODES > 1)); then
     # JAX gives a process under Slurm the one GPU of its local number.

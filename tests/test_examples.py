@@ -169,7 +169,13 @@ def test_two_nodes_under_slurm_plan_and_train(tmp_path):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     # JAX makes the port of the coordinator from the job's number.
-    job = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": str(_free_port(61440) - 61440), "GPUS": "1", "TARGET": "cpu:2"}
+    job = {
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_ID": str(_free_port(61440) - 61440),
+        "GPUS": "1",
+        "TARGET": "cpu:2",
+        "BUDGET": "1GiB",
+    }
     sizes = {"MODEL": "gpt2_tiny", "BATCH": "8", "SEQ": "16", "STEPS": "5", "RUN": str(tmp_path / "run")}
     path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     log = tmp_path / "log"
