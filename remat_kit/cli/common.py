@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from remat_kit.budget import DEFAULT_MEMORY_FRACTION
 from remat_kit.errors import CompileError, PolicyError, RematKitError
 from remat_kit.export import policy_text
 from remat_kit.files import default_mode, write_whole
@@ -34,6 +35,20 @@ wrap_option = click.option(
     multiple=True,
     metavar="PATTERN=POLICY",
     help="A policy for modules by path, without editing the model; several patterns with ';'.",
+)
+budget_option = click.option(
+    "--budget", metavar="BYTES|PERCENT", help="Memory per device: 16GiB or 90%. Default: the target's own."
+)
+memory_fraction_option = click.option(
+    "--memory-fraction", metavar="PART", default=str(DEFAULT_MEMORY_FRACTION), show_default=True, help="Of a GPU's memory."
+)
+xla_option = click.option("--xla", "xla", multiple=True, metavar="NAME=VALUE", help="Compiler option of the real run.")
+format_option = click.option(
+    "--format", "form", type=click.Choice(["table", "json", "markdown"]), default="table", show_default=True
+)
+no_cache_option = click.option("--no-cache", is_flag=True, help="Neither read nor write compiled results.")
+timeout_option = click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Most seconds for one compile."
 )
 set_option = click.option("--set", "settings", multiple=True, metavar="OPTION=VALUE", help="Option of the step factory.")
 

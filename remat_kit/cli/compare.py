@@ -8,21 +8,26 @@ from typing import IO
 
 import click
 
-from remat_kit.budget import DEFAULT_MEMORY_FRACTION
 from remat_kit.cli.common import (
     EXIT_FAILED_ROW,
+    budget_option,
     check_folder,
     console_of,
     errors_as_messages,
+    format_option,
+    memory_fraction_option,
+    no_cache_option,
     pairs,
     patterns,
     policy_for,
     set_option,
     show_progress,
     targets_file_option,
+    timeout_option,
     traceback_option,
     wrap_option,
     write_report,
+    xla_option,
 )
 from remat_kit.records import Comparison, Status
 from remat_kit.report.json import comparison_json
@@ -36,16 +41,14 @@ from remat_kit.verbs.compare import compare
 @click.option("--policy", "policies", multiple=True, metavar="POLICY", help="none, full, save(q,k), a preset, a plan …")
 @wrap_option
 @click.option("--target", "targets", multiple=True, required=True, metavar="TARGET", help="h100, h100:8, v5e:2x2, cpu …")
-@click.option("--budget", metavar="BYTES|PERCENT", help="Memory per device: 16GiB or 90%. Default: the target's own.")
-@click.option(
-    "--memory-fraction", metavar="PART", default=str(DEFAULT_MEMORY_FRACTION), show_default=True, help="Of a GPU's memory."
-)
+@budget_option
+@memory_fraction_option
 @set_option
-@click.option("--xla", "xla", multiple=True, metavar="NAME=VALUE", help="Compiler option of the real run.")
-@click.option("--format", "form", type=click.Choice(["table", "json", "markdown"]), default="table", show_default=True)
+@xla_option
+@format_option
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="File to write instead of standard output.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Most seconds for a row.")
-@click.option("--no-cache", is_flag=True, help="Neither read nor write compiled results.")
+@timeout_option
+@no_cache_option
 @targets_file_option
 @traceback_option
 def command(

@@ -11,20 +11,25 @@ from typing import IO
 import click
 
 from remat_kit.analysis.differences import difference
-from remat_kit.budget import DEFAULT_MEMORY_FRACTION
 from remat_kit.cli.common import (
     EXIT_FAILED_ROW,
+    budget_option,
     check_folder,
     console_of,
     errors_as_messages,
+    format_option,
+    memory_fraction_option,
+    no_cache_option,
     pairs,
     patterns,
     set_option,
     show_progress,
     targets_file_option,
+    timeout_option,
     traceback_option,
     wrap_option,
     write_report,
+    xla_option,
 )
 from remat_kit.explanation import Difference, Explanation
 from remat_kit.export import policy_text
@@ -54,17 +59,15 @@ class _Side:
 @click.option("--policy", "policies", multiple=True, metavar="POLICY", help="none, full, save(q,k), …; twice = the difference.")
 @wrap_option
 @click.option("--target", "targets", multiple=True, metavar="TARGET", help="h100:8, v5e:2x2, …; twice = the difference.")
-@click.option("--budget", metavar="BYTES|PERCENT", help="Memory per device: 16GiB or 90%. Default: the target's own.")
-@click.option(
-    "--memory-fraction", metavar="PART", default=str(DEFAULT_MEMORY_FRACTION), show_default=True, help="Of a GPU's memory."
-)
+@budget_option
+@memory_fraction_option
 @set_option
-@click.option("--xla", "xla", multiple=True, metavar="NAME=VALUE", help="Compiler option of the real run.")
+@xla_option
 @click.option("--all", "shows_all", is_flag=True, help="Every line of the peak and every finding.")
 @click.option("--fail-over", type=float, metavar="PERCENT", help="With two: exit with 1 when temporaries grow by more than this.")
-@click.option("--format", "form", type=click.Choice(["table", "json", "markdown"]), default="table", show_default=True)
+@format_option
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="File to write instead of standard output.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Most seconds for each.")
+@timeout_option
 @click.option(
     "--checks",
     type=click.IntRange(min=0),
@@ -73,7 +76,7 @@ class _Side:
     metavar="N",
     help="Remedies that are compiled to see what they bring.",
 )
-@click.option("--no-cache", is_flag=True, help="Neither read nor write compiled results.")
+@no_cache_option
 @targets_file_option
 @traceback_option
 def command(

@@ -7,18 +7,23 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import click
 
-from remat_kit.budget import DEFAULT_MEMORY_FRACTION
 from remat_kit.cli.common import (
     EXIT_FAILED_ROW,
     EXIT_NOTHING_FITS,
+    budget_option,
     check_folder,
     console_of,
     errors_as_messages,
+    format_option,
+    memory_fraction_option,
+    no_cache_option,
     pairs,
     set_option,
     show_progress,
     targets_file_option,
+    timeout_option,
     traceback_option,
+    xla_option,
 )
 from remat_kit.plan_file import check_suffix, write_plan
 from remat_kit.planning import MAXIMIZED_KNOBS, LargestStep, Objective, PlanCurve, PlanTable, StepPlan
@@ -34,7 +39,7 @@ _Answer: TypeAlias = StepPlan | PlanTable | PlanCurve | LargestStep
 @click.command(name="plan")
 @click.argument("step")
 @click.option("--target", "targets", multiple=True, required=True, metavar="TARGET", help="h100, h100:8, v5e:2x2, cpu …")
-@click.option("--budget", metavar="BYTES|PERCENT", help="Memory per device: 16GiB or 90%. Default: the target's own.")
+@budget_option
 @click.option("--wrap", "wraps", multiple=True, metavar="PATTERN", help="Plan for modules by path, in a model that nobody edits.")
 @click.option(
     "--objective",
@@ -51,15 +56,13 @@ _Answer: TypeAlias = StepPlan | PlanTable | PlanCurve | LargestStep
     metavar="PART",
     help="Part of a layer's forward pass during which values may go to host memory.",
 )
-@click.option(
-    "--memory-fraction", metavar="PART", default=str(DEFAULT_MEMORY_FRACTION), show_default=True, help="Of a GPU's memory."
-)
+@memory_fraction_option
 @set_option
-@click.option("--xla", "xla", multiple=True, metavar="NAME=VALUE", help="Compiler option of the real run.")
-@click.option("--format", "form", type=click.Choice(["table", "json", "markdown"]), default="table", show_default=True)
+@xla_option
+@format_option
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Plan file to write, .toml or .json.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Most seconds a compile.")
-@click.option("--no-cache", is_flag=True, help="Neither read nor write compiled results.")
+@timeout_option
+@no_cache_option
 @targets_file_option
 @traceback_option
 def command(
