@@ -186,6 +186,7 @@ def test_steps_that_can_not_be_planned_say_why():
         remat_kit.plan(STEP, target="h100", offload=2.0)
 
 
+@pytest.mark.slow
 def test_without_a_depth_option_only_whole_steps_are_compiled():
     planned = remat_kit.plan("tests.plan_steps:no_depth", target="cpu", budget="2500KiB")
     assert planned.result.fits
@@ -194,6 +195,7 @@ def test_without_a_depth_option_only_whole_steps_are_compiled():
     assert any("no working depth option" in note for note in planned.notes)
 
 
+@pytest.mark.slow
 def test_two_stacks_have_a_part_each_and_one_that_can_not_mix_does_not():
     planned = remat_kit.plan("tests.plan_steps:two_stacks", target="cpu", budget="4MiB")
     plan = remat_kit.parse_plan(planned.result.plan)
@@ -217,6 +219,7 @@ memory_bytes = 100_000
 """
 
 
+@pytest.mark.slow
 def test_targets_have_a_row_each_with_time_and_price(tmp_path):
     file = tmp_path / "targets.toml"
     file.write_text(TARGETS)
@@ -240,6 +243,7 @@ def test_the_table_of_targets_names_those_where_nothing_fits_or_that_failed(fitt
     assert "| c | failed: lost |" in text
 
 
+@pytest.mark.slow
 def test_the_frontier_is_compiled_at_its_ends_and_needs_no_budget():
     data = json.loads(run(STEP, *UNIFORM, "--target", "cpu", "--frontier", "--format", "json").stdout)
     points = data["points"]
@@ -249,6 +253,7 @@ def test_the_frontier_is_compiled_at_its_ends_and_needs_no_budget():
     assert points[-1]["compiled_total_bytes"] == total_bytes(points[-1]["plan"], depth=4)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_the_next_one_does_not():
     settings = remat_kit.PlanSettings(budget=1500 * KiB, options={"depth": 4, "mixes": False})
     found = remat_kit.plan_largest(STEP, target="cpu", knob="batch", settings=settings)
@@ -259,6 +264,7 @@ def test_the_largest_batch_fits_and_the_next_one_does_not():
     assert dict(found.plan.options)["batch"] == str(found.value)
 
 
+@pytest.mark.slow
 def test_a_sequence_that_the_step_refuses_is_the_limit():
     settings = remat_kit.PlanSettings(budget="1GiB", options={"depth": 2, "mixes": False})
     found = remat_kit.plan_largest(STEP, target="cpu", knob="seq", settings=settings)
