@@ -319,3 +319,20 @@ def test_the_names_a_linen_method_saves_are_in_the_residuals():
     variables = model.init(KEYS, X)
     assert sorted(variables["params"]) == ["down", "up"]
     assert residual_names(lambda variables: jnp.square(model.apply(variables, X)).sum(), variables) == ["up"]
+
+
+@pytest.mark.parametrize(
+    "decorate",
+    [lambda fn: remat(nn.compact(fn), "save(up)"), lambda fn: nn.compact(remat(fn, "save(up)"))],
+    ids=["remat above nn.compact", "nn.compact above remat"],
+)
+def test_compact_linen_methods_are_decorated_in_either_order(decorate):
+    class Model(nn.Module):
+        @decorate
+        def __call__(self, x):
+            return jnp.tanh(checkpoint_name(nn.Dense(16)(x), "up"))
+
+    model: Any = Model()
+    variables = model.init(KEYS, X)
+    assert sorted(variables["params"]) == ["Dense_0"]
+    assert residual_names(lambda variables: jnp.square(model.apply(variables, X)).sum(), variables) == ["up"]

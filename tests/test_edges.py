@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from remat_kit import ApplyError, PolicyError, Stack, StepError, parse_plan, remat, stack
+from remat_kit import ApplyError, PolicyError, Stack, StepError, check_parity, parse_plan, remat, stack
 from remat_kit.errors import BudgetError, FactoryError, IdleRuleWarning
 from remat_kit.plans import NO_REMAT
 from remat_kit.units import parse_bytes
@@ -48,6 +48,26 @@ def test_python_values_that_are_equal_but_not_the_same():
 def test_what_is_no_policy(policy):
     with pytest.raises(PolicyError, match="is no policy"):
         remat(layer, policy)
+
+
+@pytest.mark.parametrize("plan", [None, ["full"] * 3])
+def test_what_is_no_plan(plan):
+    with pytest.raises(PolicyError, match="is no plan: give a text"):
+        stack(layer, LAYERS, X, plan)
+
+
+@pytest.mark.parametrize("plan", ["full", "full*1 | none"])
+def test_outputs_of_layers_are_arrays(plan):
+    with pytest.raises(StepError, match="the block returns 'text', which is no array"):
+        stack(lambda w, x: (layer(w, x), "text"), LAYERS, X, plan)
+
+
+def test_parity_sees_imaginary_parts():
+    def loss(policy):
+        return lambda x: (x * (1 + 2j if policy == "full" else 1 + 1j)).real.sum()
+
+    report = check_parity(loss, jnp.ones(3, "complex64"), policies=("none", "full"))
+    assert not report.agrees
 
 
 @pytest.mark.parametrize("apply", [remat, lambda fn, policy: stack(fn, LAYERS, X, policy)])

@@ -8,6 +8,7 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 from remat_kit.apply.linen_stack import stack_module
+from remat_kit.errors import StepError
 from tests.decoders import QUICK
 
 L, B, D = 4, 2, 6
@@ -131,3 +132,17 @@ def test_statistics_sown_values_and_losses(plan, train):
     assert set(written) == ({"batch_stats", "intermediates", "losses"} if train else {"losses"})
     assert_close((value, grads), (plain_value, plain_grads))
     assert_close(written, plain_written)
+
+
+@pytest.mark.parametrize("plan", ["none", "full*2 | none"])
+def test_the_number_of_layers_is_the_stack_s_own(plan):
+    layers = stack_module(nn.Dense, num_layers=4, plan=plan)(D)
+    variables = stack_module(nn.Dense, num_layers=6, plan=plan)(D).init(jax.random.key(0), MANY)
+    with pytest.raises(StepError, match="num_layers=4, and its variables are those of 6 layers"):
+        layers.apply(variables, MANY)
+
+    class Halved(nn.Module):
+        def __call__(self, x):
+            return x / 2
+
+    assert_equal(stack_module(Halved, num_layers=3, plan=plan)().apply({}, MANY), MANY / 8)

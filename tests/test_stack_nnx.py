@@ -116,3 +116,17 @@ def test_what_does_not_fit():
         make("full*3")
     with pytest.raises(StepError, match="at least 1 layer"):
         NnxStack(Block, num_layers=0, plan="full", rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("plan", ["none", "full*2 | none"])
+def test_the_number_of_layers_is_the_stack_s_own(plan):
+    deep, layers = (NnxStack(lambda rngs: nnx.Linear(D, D, rngs=rngs), num_layers=n, plan=plan, rngs=nnx.Rngs(0)) for n in (6, 4))
+    nnx.update(layers, nnx.state(deep))
+    with pytest.raises(StepError, match="num_layers=4, and its variables are those of 6 layers"):
+        layers(X)
+
+    class Halved(nnx.Module):
+        def __call__(self, x):
+            return x / 2
+
+    assert_equal(NnxStack(lambda rngs: Halved(), num_layers=3, plan=plan, rngs=nnx.Rngs(0))(X), X / 8)

@@ -186,6 +186,8 @@ def remat_function(fn: Target, wrapping: Wrapping) -> Target:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         for framework in _frameworks():
             if framework.holds_state((args, kwargs)):
+                if hasattr(wrapped, "compact"):  # nn.compact stands above remat, and marked what it got
+                    fn.compact = True  # type: ignore[attr-defined]
                 return framework.call_with_modules(fn, args, kwargs, wrapping=wrapping, static=static)
         constants, leaves = split_arguments(args, kwargs, static=static, is_node=lambda _: False)
         positions = wrapping.params_argnums

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 from flax.core import lift
+from flax.linen.module import wrap_method_once
 
 from remat_kit.apply.arguments import StaticArguments, join_arguments, split_arguments
 from remat_kit.apply.function import MARK, Wrapping, checkpointed, subclass
@@ -49,7 +50,8 @@ def call_with_modules(
     """Calls a function, one of whose arguments is a bound module, rematerialized."""
     if args and isinstance(args[0], nn.Module):
         shifted = StaticArguments(positions=frozenset(p - 1 for p in static.positions), names=static.names)
-        return call_method(fn, args[0], args[1:], kwargs, wrapping=wrapping, static=shifted)
+        # Flax's own wrapper, which a compact method needs, belongs inside the checkpoint.
+        return call_method(wrap_method_once(fn), args[0], args[1:], kwargs, wrapping=wrapping, static=shifted)
     first = next(leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, nn.Module) and leaf.scope is not None)
     return call_method(lambda _, *args, **kwargs: fn(*args, **kwargs), first, args, kwargs, wrapping=wrapping, static=static)
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from flax.core.scope import CollectionFilter, subtract_filters
 
 from remat_kit.apply.arguments import Constants, StaticArguments, join_arguments, split_arguments
 from remat_kit.apply.segments import GroupOption
-from remat_kit.apply.stack import split_result, stack
+from remat_kit.apply.stack import check_layers, split_result, stack
 from remat_kit.plans import Plan, StackPlan
 from remat_kit.policy import Policy
 
@@ -54,12 +55,17 @@ class LinenStack(nn.Module):
 
         Returns:
             What the last block returns; where blocks return a pair, with their second results stacked.
+
+        Raises:
+            StepError: The variables are those of another number of layers.
         """
         if self.is_initializing():
             return self._scan(x, args, kwargs)
         constants, leaves = split_arguments(args, kwargs, static=StaticArguments(), is_node=lambda _: False)
         assert self.scope is not None
         variables = nn.meta.unbox(dict(self.variables))
+        check_layers(variables, self.num_layers, self.name or type(self).__name__)
+        is_empty = not jax.tree.leaves(variables)  # something has to say how many layers there are
         layer = _Layer(
             block=self.make_block(parent=None),
             constants=constants,
@@ -70,7 +76,7 @@ class LinenStack(nn.Module):
             variables.pop("params", {}),
             x,
             self.plan,
-            xs=variables or None,
+            xs=(variables, jnp.arange(self.num_layers)) if is_empty else (variables,),
             consts=leaves,
             key={name: self.make_rng(name) for name in self.rngs if self.has_rng(name)},
             group=self.group,
@@ -171,10 +177,10 @@ class _Layer:
         return type(self.block).__name__
 
     def __call__(
-        self, params: Any, x: Any, *, consts: list[jax.Array], key: dict[str, jax.Array], xs: Any = None
+        self, params: Any, x: Any, *, consts: list[jax.Array], key: dict[str, jax.Array], xs: tuple[Any, ...]
     ) -> tuple[Any, tuple[Any, dict[str, Any]]]:
         args, kwargs = join_arguments(self.constants, consts)
-        variables = {"params": params, **(xs or {})}
+        variables = {"params": params, **xs[0]}
         result, written = self.block.apply(variables, x, *args, rngs=key, mutable=self.mutable, **kwargs)
         self.has_outputs, carry, outputs = split_result(result, x)
         return carry, (outputs, dict(written))

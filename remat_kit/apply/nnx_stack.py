@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from remat_kit.apply.arguments import Constants, StaticArguments, join_arguments, split_arguments
 from remat_kit.apply.nnx import variables_of
 from remat_kit.apply.segments import GroupOption
-from remat_kit.apply.stack import as_stack_plan, split_result, stack
+from remat_kit.apply.stack import as_stack_plan, check_layers, split_result, stack
 from remat_kit.errors import ApplyError, StepError
 from remat_kit.plans import Plan, StackPlan
 from remat_kit.policy import Policy
@@ -85,11 +86,15 @@ class NnxStack(nnx.Module):
 
         Raises:
             ApplyError: A block adds variables when it is called.
+            StepError: The variables are those of another number of layers.
         """
         constants, leaves = split_arguments(args, kwargs, static=StaticArguments(), is_node=lambda _: False)
         graphdef, params, others = nnx.split(self.layers, nnx.Param, ...)
+        check_layers((params, others), self.num_layers, type(self).__name__)
         layer = _Layer(block_name=type(self.layers).__name__, graphdef=graphdef, constants=constants)
-        options = {"xs": others, "consts": leaves, "group": self.group, "unroll": self.unroll}
+        is_empty = not jax.tree.leaves((params, others))  # something has to say how many layers there are
+        xs = (others, jnp.arange(self.num_layers)) if is_empty else (others,)
+        options = {"xs": xs, "consts": leaves, "group": self.group, "unroll": self.unroll}
         carry, (outputs, written) = stack(layer, params, x, self.plan, **options)
         variables = variables_of(self.layers)
         for position, value in zip(layer.written, written, strict=True):
@@ -120,7 +125,7 @@ class _Layer:
         return self.block_name
 
     def __call__(self, params: Any, x: Any, *, xs: Any, consts: list[jax.Array]) -> tuple[Any, tuple[Any, list[Any]]]:
-        block = nnx.merge(self.graphdef, params, xs)
+        block = nnx.merge(self.graphdef, params, xs[0])
         variables = variables_of(block)
         before = [variable.get_raw_value() for variable in variables]
         args, kwargs = join_arguments(self.constants, consts)

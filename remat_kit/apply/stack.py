@@ -81,7 +81,7 @@ def stack(
     """
     if unroll < 1:
         raise StepError(f"unroll={unroll}: a loop runs at least 1 layer an iteration.")
-    num_layers = _num_layers(params, xs)
+    num_layers = count_layers(params, xs)
     fitted = as_stack_plan(plan).fit(num_layers)
     own, shared = (params, xs), (consts, key)
     if is_wrapped(block):
@@ -113,6 +113,10 @@ def as_stack_plan(plan: Policy | StackPlan | Plan | str) -> StackPlan:
             )
         case NoRemat() | Preset() | Remat():
             return StackPlan((Segment(plan),))
+        case _:
+            raise PolicyError(
+                f"{plan!r} is no plan: give a text like 'full*8 | save(q,k)*4', a policy, or what parse_plan returns."
+            )
 
 
 class _Layer:
@@ -219,7 +223,12 @@ def _strongly_typed(array: Any) -> jax.Array:
     return jax.lax.convert_element_type(array, array.dtype) if getattr(array, "weak_type", False) else array
 
 
-def _num_layers(params: Any, xs: Any) -> int:
+def count_layers(params: Any, xs: Any) -> int:
+    """How many layers stacked arrays hold.
+
+    Raises:
+        StepError: Leading axes differ, or there is no array.
+    """
     lengths = {
         jax.tree_util.keystr(path): jnp.shape(leaf)[:1]
         for name, tree in (("params", params), ("xs", xs))
@@ -238,9 +247,28 @@ def _names_input(plan: StackPlan) -> bool:
     return any(matches(pattern, BLOCK_INPUT) for segment in plan.segments for pattern in patterns(segment.policy))
 
 
+def check_layers(stacked: Any, num_layers: int, what: str) -> None:
+    """Checks that the variables of a Flax stack have its number of layers.
+
+    Raises:
+        StepError: They have another number: those of a deeper or shallower stack.
+    """
+    found = count_layers(stacked, None) if jax.tree.leaves(stacked) else num_layers
+    if found != num_layers:
+        raise StepError(f"{what} has num_layers={num_layers}, and its variables are those of {found} layers.")
+
+
 def _types(tree: Any) -> tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]:
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+    return treedef, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in map(_as_array, leaves))
+
+
+def _as_array(leaf: Any) -> Any:
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        raise StepError(f"the block returns {leaf!r}, which is no array: return the next x, or (next x, output).") from None
+    return leaf
 
 
 def _mismatch(carry: Any, result: Any) -> str:

@@ -123,8 +123,14 @@ def _difference(found: Any, wanted: Any) -> float:
 
 
 def _in_float64(pair: tuple[Any, Any]) -> tuple[np.ndarray, np.ndarray]:
-    one, other = (np.asarray(leaf).astype(np.float64) for leaf in pair)
+    one, other = (_reals(np.asarray(leaf)) for leaf in pair)
     return one, other
+
+
+def _reals(array: np.ndarray) -> np.ndarray:
+    if np.iscomplexobj(array):
+        return np.stack([array.real, array.imag]).astype(np.float64)
+    return array.astype(np.float64)
 
 
 def _bound(run: Callable[..., Any], args: tuple[Any, ...]) -> float:
