@@ -1,6 +1,7 @@
 """What a person reads when a run can't start or go on: too little memory, options that are none, folders that can't be made."""
 
 import contextlib
+import itertools
 import resource
 
 import jax
@@ -13,6 +14,7 @@ from train.build import Built, build_steps
 from train.errors import CheckpointError, ConfigError, TooLargeError
 from train.failures import explained
 from train.folder import choose_folder
+from train.loop import Hooks, Intervals, run_loop
 
 
 def huge(policies, devices, *, batch: int = 4, seq: int = 16, mesh: str = "", log_elements: int = 47):
@@ -84,3 +86,22 @@ def test_a_checkpoint_that_can_not_be_written_is_told(tmp_path):
     ):
         run(tmp_path)
     assert not list((tmp_path / "checkpoints").glob("step_[0-9]*[0-9]")), "what was not written whole is not there"
+
+
+def test_a_run_that_is_stopped_shows_and_saves_its_own_last_step():
+    """Its summary would else call the loss of an earlier step the last one."""
+    shown, saved = {}, []
+    hooks = Hooks(
+        step=jax.jit(lambda state, batch: (state + batch, {"loss": state + batch})),
+        evaluate=lambda state, step: float(state),
+        save=lambda state, step, loss: saved.append((step, float(state), loss)),
+        show=lambda step, numbers, step_time_s: shown.update({step: numbers["loss"]}),
+        explain=lambda step, numbers, before, state: "",
+        beat=lambda step: None,
+        should_stop=lambda step: step == 7,
+    )
+    intervals = Intervals(steps=20, log=5, evaluate=0, checkpoint=6)
+    end = run_loop(jnp.float32(0), itertools.repeat(jnp.float32(1)), first_step=0, intervals=intervals, hooks=hooks)
+    assert (end.step, end.was_stopped) == (7, True)
+    assert shown == {5: 5.0, 7: 7.0}
+    assert saved == [(6, 6.0, None), (7, 7.0, None)]

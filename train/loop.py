@@ -139,33 +139,31 @@ def run_loop(state: State, feed: Iterator[Batch], *, first_step: int, intervals:
         hooks: What is called.
 
     Returns:
-        The last state, saved; evaluated too unless a signal ended the loop.
+        The last state, shown and saved; evaluated too unless a signal ended the loop.
 
     Raises:
         DivergedError: A loss or a gradient norm was not finite.
     """
     watch, clock = _Watch(hooks), _Clock()
-    step = saved = first_step
+    step = first_step
     clock.restart(step)
-    while step < intervals.steps and not hooks.should_stop(step):
+    stops = step >= intervals.steps or hooks.should_stop(step)
+    while not stops:
         hooks.beat(step)
         state = watch.run(state, next(feed), step + 1)
         step += 1
         ends = step == intervals.steps
-        if ends or _is_due(step, intervals.log):
+        stops = ends or hooks.should_stop(step)
+        if stops or _is_due(step, intervals.log):
             hooks.show(step, watch.flush(state), clock.lap(step))
-        saves = ends or _is_due(step, intervals.checkpoint)
+        saves = stops or _is_due(step, intervals.checkpoint)
         evaluates = hooks.evaluate is not None and (ends or _is_due(step, intervals.evaluate))
         if saves or evaluates:
             watch.flush(state)
             loss = hooks.evaluate(state, step) if evaluates and hooks.evaluate is not None else None
             if saves:
                 hooks.save(state, step, loss)
-                saved = step
             clock.restart(step)
-    watch.flush(state)
-    if saved != step:
-        hooks.save(state, step, None)
     return End(state=state, step=step, was_stopped=step < intervals.steps)
 
 

@@ -33,6 +33,7 @@ def plot_run(folder: Path, *, floor: float | None, floor_name: str) -> str:
     if floor is not None:
         axes.axhline(floor, linestyle="--", color="grey", label=floor_name)
     axes.set(xlabel="step", ylabel="loss (nats)")
+    axes.locator_params(axis="x", integer=True)
     axes.legend()
     figure.savefig(folder / PLOT_FILE, dpi=120)
     return f"plot: {folder / PLOT_FILE}"

@@ -227,6 +227,8 @@ def _finish(run: Prepared, recorder: Recorder, end: End) -> Summary:
         write_whole(run.folder / SUMMARY_FILE, msgspec.json.encode(summary), mode=default_mode())
         _plot(run)
     run.tell(summary_text(summary))
+    if end.was_stopped:
+        run.tell(f"saved; to go on: --resume {run.folder}")
     return summary
 
 
