@@ -10,7 +10,7 @@ from remat_kit.errors import BudgetError, FactoryError, IdleRuleWarning
 from remat_kit.plans import NO_REMAT
 from remat_kit.units import parse_bytes
 from remat_kit.verbs.build import build, read_options
-from remat_kit.verbs.question import spell_factory
+from remat_kit.verbs.question import load_factory, spell_factory
 
 LAYERS = jnp.stack([jnp.eye(3)] * 3)
 X = jnp.ones((2, 3))
@@ -111,6 +111,18 @@ def test_options_of_odd_factories():
         "batch": 8,
         "rate": 0.5,
     }
+
+
+def test_modules_that_can_not_be_imported(tmp_path, monkeypatch):
+    (tmp_path / "half_written_step.py").write_text("def step(policies, devices\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(StepError, match=r"importing 'half_written_step' failed: SyntaxError: .*line 1"):
+        load_factory("half_written_step:step")
+    (tmp_path / "raising_step.py").write_text("settings = {}['batch']\n")
+    with pytest.raises(StepError, match="importing 'raising_step' failed: KeyError: 'batch'"):
+        load_factory("raising_step:step")
+    with pytest.raises(StepError, match="is no module: write module:function, not a path"):
+        load_factory("./half_written_step.py:step")
 
 
 def test_what_is_no_factory():

@@ -12,7 +12,7 @@ from remat_kit.errors import StepError
 from remat_kit.planner.choices import all_choices, layer_choices
 from remat_kit.planner.from_trace import Rates, block_graph, layer_loops
 from remat_kit.planning import Objective
-from remat_kit.step import Step
+from remat_kit.step import Stack, Step
 from remat_kit.trace import trace_graph, trace_step
 
 L, B, T, D, F = 6, 2, 8, 16, 32
@@ -121,6 +121,13 @@ def test_a_step_without_such_a_loop_is_refused():
     with pytest.raises(StepError, match="no loop over 7 layers keeps values for the backward pass"):
         block_graph(traced, num_layers=7, rates=RATES)
     assert len(layer_loops(traced, rates=RATES)) == 1
+
+
+def test_a_single_layer_is_called_no_loop():
+    args = (jax.ShapeDtypeStruct((4, 4), "float32"),)
+    single = Step(fn=jax.grad(lambda w: jnp.tanh(w).sum()), args=args, stacks=(Stack(name="layers", num_layers=1),))
+    with pytest.raises(StepError, match="this stack has 1 layer, and a single layer is no loop"):
+        block_graph(trace_graph(single), num_layers=1, rates=RATES)
 
 
 def test_every_pair_of_names_costs_what_it_should():

@@ -27,6 +27,8 @@ def block_graph(graph: StepGraph, *, num_layers: int, rates: Rates) -> LayerLoop
         StepError: There is none.
     """
     loops = [loop for loop in layer_loops(graph, rates=rates) if loop.calls % num_layers == 0]
+    if not loops and num_layers == 1:
+        raise StepError("this stack has 1 layer, and a single layer is no loop: plan with 2 layers or more, or compare policies.")
     if not loops:
         raise StepError(
             f"no loop over {num_layers} layers keeps values for the backward pass in this step: trace it with policy none, and "

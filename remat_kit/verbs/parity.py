@@ -129,7 +129,7 @@ def _in_float64(pair: tuple[Any, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 def _reals(array: np.ndarray) -> np.ndarray:
     if np.iscomplexobj(array):
-        return np.stack([array.real, array.imag]).astype(np.float64)
+        return np.stack([np.real(array), np.imag(array)]).astype(np.float64)
     return array.astype(np.float64)
 
 

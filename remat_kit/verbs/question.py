@@ -194,6 +194,10 @@ def load_factory(spelled: str) -> Callable[..., object]:
                 f"importing {module_name!r} failed: it needs the module {error.name!r}, which is not installed."
             ) from error
         raise StepError(f"no module {error.name!r} for step {spelled!r}; looked in {_search_path()}.") from None
+    except Exception as error:  # whatever the module of a user raises
+        if "/" in module_name or module_name.startswith(".") or not module_name:
+            raise StepError(f"{spelled!r} is no module: write module:function, not a path, like models:gpt2_small.") from None
+        raise StepError(f"importing {module_name!r} failed: {type(error).__name__}: {error}.") from error
     for part in path.split("."):
         if not hasattr(found, part):
             public = [name for name in vars(found) if not name.startswith("_")]

@@ -106,6 +106,8 @@ def match_loops(stacks: Sequence[Stack], graph: StepGraph, rates: Rates) -> Mapp
         fitting = [loop for loop in free if loop.calls % num_layers == 0]
         heaviest = sorted(fitting, key=_loop_flops, reverse=True)[: len(names)]
         if len(heaviest) < len(names):
+            if num_layers == 1:
+                raise StepError(f"stack {names[-1]!r} has 1 layer, and a single layer is no loop: plan with 2 layers or more.")
             raise StepError(
                 f"stack {names[-1]!r}: no loop over {num_layers} layers is left that keeps values for the backward pass: run its "
                 "layers with jax.lax.scan, nn.scan or remat_kit.stack."
