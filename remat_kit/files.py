@@ -1,6 +1,7 @@
-"""Files that are there whole or not at all, also when two processes write one or a write is broken off."""
+"""Files that are there whole or not at all, also when two processes write one or a write is broken off; roots of source files."""
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -34,3 +35,10 @@ def default_mode() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return 0o666 & ~mask
+
+
+def source_roots() -> list[str]:
+    """The current folder and Python's search path, deepest first: what the names of source files are relative to."""
+    folders = {os.getcwd(), *(os.path.abspath(entry) for entry in sys.path if entry)}
+    folders |= {os.path.realpath(folder) for folder in folders}
+    return sorted((folder for folder in folders if folder != os.sep), key=lambda folder: (-len(folder), folder))

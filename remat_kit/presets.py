@@ -110,8 +110,8 @@ def resolve(policy: Policy, roles: Roles) -> Policy:
     missing = [str(role) for role in row.roles if role not in roles]
     if missing:
         raise PolicyError(
-            f"preset {policy.name!r} keeps the role {', '.join(missing)}, and the step declares names for "
-            f"{', '.join(sorted(roles)) or 'no role'} only. In its Stack, add roles={{{missing[0]!r}: ('its_name',)}}, or () "
+            f"preset {policy.name!r} keeps the role {', '.join(missing)}, for which the step has no names; it has them for "
+            f"{', '.join(sorted(roles)) or 'no role at all'}. In its Stack, add roles={{{missing[0]!r}: ('its_name',)}}, or () "
             "if the model has no such part."
         )
     names = tuple(dict.fromkeys(name for role in row.roles for name in roles[role]))

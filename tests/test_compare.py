@@ -122,7 +122,7 @@ BAD = [
     (["--xla", "xla_no_such_flag=1"], "xla_no_such_flag"),
     (["--timeout", "0"], "timeout"),
     (["--out", "nosuch/rows.json"], "no folder 'nosuch'"),
-    (["--wrap", "layers/*"], "is not NAME=VALUE"),
+    (["--wrap", "layers/*"], "is not PATTERN=POLICY"),
 ]
 
 

@@ -1,13 +1,21 @@
 """Inputs that a first user and an attacker thought of: what they do, or the message that they get."""
 
+import dataclasses
+import importlib
+import io
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
-from remat_kit import ApplyError, PolicyError, Stack, StepError, check_parity, parse_plan, remat, stack
+from remat_kit import ApplyError, PolicyError, Stack, StepError, check_parity, parse_plan, remat, residuals, stack
 from remat_kit.errors import BudgetError, FactoryError, IdleRuleWarning
+from remat_kit.graph import ResidualReport
 from remat_kit.plans import NO_REMAT
+from remat_kit.report.residuals import write_residuals
 from remat_kit.units import parse_bytes
 from remat_kit.verbs.build import build, read_options
 from remat_kit.verbs.question import load_factory, spell_factory
@@ -154,3 +162,15 @@ def test_weights_inside_a_custom_vjp():
 
     assert dots("full") - dots("none") == 2
     assert dots("weights") - dots("none") == 1
+
+
+def test_source_lines_are_relative_to_the_search_path_and_unknown_ones_left_out(tmp_path, monkeypatch):
+    """As in the compiled program: a value has one place, wherever the command is run."""
+    (tmp_path / "somewhere_else.py").write_text("import jax.numpy as jnp\n\n\ndef wave(x):\n    return jnp.sin(x).sum()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    kept = next(each for each in residuals(importlib.import_module("somewhere_else").wave, jnp.ones(3)) if each.kind == "cos")
+    assert kept.source == "somewhere_else.py:5"
+    stream, both = io.StringIO(), (kept, dataclasses.replace(kept, source=""))
+    report = ResidualReport(findings=(), residuals=both, during_recompute=(), recomputed=())
+    write_residuals(report, Console(file=stream, width=120))
+    assert re.search(r"\n  cos at somewhere_else.py:5 .*\n  cos  ", stream.getvalue())

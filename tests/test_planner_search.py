@@ -9,7 +9,7 @@ from planner_oracles import Compiler, check_proof, llama, one_stack
 from remat_kit.errors import BudgetError, CompileError
 from remat_kit.planner.blocks import ValueRow, block_of
 from remat_kit.planner.calibration import calibrate
-from remat_kit.planner.explain import flip_of, kept_layers, parts_of
+from remat_kit.planner.explain import decisions_of, flip_of, kept_layers, parts_of
 from remat_kit.planner.frontier import FrontierPoint, compile_points, frontier, maximize
 from remat_kit.planner.layout import leanest, uniform
 from remat_kit.planner.ledger import Ledger, Limits
@@ -244,6 +244,22 @@ def test_layers_without_rematerialization_count_as_keeping_what_is_read():
     assert flip_of(stack, "a", num_kept=2, flops=9, points=points) == "recomputed in all layers at 0 B"
     assert flip_of(stack, "a", num_kept=0, flops=9, points=points) == "kept from a total of 1.00 GiB on"
     assert flip_of(stack, "b", num_kept=0, flops=0, points=points).startswith("no budget: the backward pass does not read it")
+
+
+def test_a_plan_without_rematerialization_recomputes_nothing():
+    """The backward pass reads `a` only through a value without a name: kept here, so keeping `a` would spare nothing."""
+    read = ValueRow(name="b", num_bytes=MiB, flops=1, needs=("a",), is_saveable=False)
+    block = block_of([ValueRow(name="a", num_bytes=MiB, flops=9, is_read=False), read])
+    stack = plan_stack("layers", block, num_layers=2, objective=Objective.FLOPS, with_none=True)
+    full, none = (next(choice for choice in stack.choices if str(choice.policy) == text) for text in ("full", "none"))
+    model = MemoryModel(coefficients={}, covariance=np.zeros((0, 0)))
+    rows = {
+        text: decisions_of(uniform([stack], [choice]), [stack], model=model, points=())[0]
+        for text, choice in (("full", full), ("none", none))
+    }
+    assert (rows["full"].num_kept, rows["none"].num_kept) == (0, 0)
+    assert (rows["full"].recompute_flops, rows["none"].recompute_flops) == (9, 0)
+    assert rows["none"].flip == "no budget: without recomputation, what is made of it is kept"
 
 
 @pytest.mark.parametrize("total", [10 * GiB, 40 * GiB])

@@ -84,13 +84,13 @@ def show_progress() -> Iterator[Callable[[str, int, int], None]]:
         yield advance
 
 
-def pairs(option: str, texts: tuple[str, ...]) -> dict[str, str]:
-    """Reads NAME=VALUE texts, each name once."""
+def pairs(option: str, texts: tuple[str, ...], form: str = "NAME=VALUE") -> dict[str, str]:
+    """Reads texts such as NAME=VALUE, each name once."""
     found = {}
     for text in texts:
         name, separator, value = text.partition("=")
         if not (name and separator):
-            raise click.BadParameter(f"{text!r} is not NAME=VALUE.", param_hint=option)
+            raise click.BadParameter(f"{text!r} is not {form}.", param_hint=option)
         if name in found:
             raise click.BadParameter(f"{name} is given twice.", param_hint=option)
         found[name] = value
@@ -106,7 +106,7 @@ def patterns(text: str) -> dict[str, str]:
     """Reads a `--wrap`: PATTERN=POLICY, several with `;`, or `@FILE`, a plan file."""
     if text.startswith("@"):
         return wraps_of_file(Path(text[1:]))
-    return pairs("--wrap", tuple(part.strip() for part in text.split(";")))
+    return pairs("--wrap", tuple(part.strip() for part in text.split(";")), "PATTERN=POLICY")
 
 
 def wraps_of_file(path: Path) -> dict[str, str]:

@@ -9,7 +9,6 @@ dump of its compile. A file that can't be read is a miss; files are replaced ato
 import hashlib
 import os
 import re
-import sys
 import sysconfig
 import zlib
 from collections.abc import Iterable, Mapping
@@ -20,7 +19,7 @@ import msgspec
 
 from remat_kit.analysis.dump import DumpTexts
 from remat_kit.analysis.hlo import LIBRARY_FOLDER
-from remat_kit.files import write_whole
+from remat_kit.files import source_roots, write_whole
 from remat_kit.records import SCHEMA_VERSION, CompiledStep
 
 _POINTER_CALL = "@CustomSPMDPartitioning"  # cuDNN attention and other custom partitionings: the config is id(callback)
@@ -88,7 +87,7 @@ def canonical_program(text: str, roots: Iterable[str] | None = None) -> str:
         The text with relative paths, with the addresses of partitioning callbacks numbered in order of appearance, and without
         the addresses in Python reprs and the names and lines of our own callers, so that every verb finds what another compiled.
     """
-    text = _without_callers(_relative(text, _roots() if roots is None else roots))
+    text = _without_callers(_relative(text, source_roots() if roots is None else roots))
     seen: dict[str, int] = {}
 
     def number(match: re.Match[str]) -> str:
@@ -110,7 +109,7 @@ def without_roots(texts: DumpTexts) -> DumpTexts:
     Installed libraries keep their folder's name, so that a reader of the dump can tell them from the user's code.
     """
     hlo = texts.hlo.replace(f'"{sysconfig.get_path("purelib")}{os.sep}', f'"{LIBRARY_FOLDER}')
-    return replace(texts, hlo=_relative(hlo, _roots()))
+    return replace(texts, hlo=_relative(hlo, source_roots()))
 
 
 def _relative(text: str, roots: Iterable[str]) -> str:
@@ -164,9 +163,3 @@ def store_dump(cache: Cache, key: str, texts: DumpTexts) -> None:
 
 def _path(cache: Cache, key: str, ending: str = "json") -> Path:
     return cache.folder / "compile" / f"{key}.{ending}"
-
-
-def _roots() -> list[str]:
-    folders = {os.getcwd(), *(os.path.abspath(entry) for entry in sys.path if entry)}
-    folders |= {os.path.realpath(folder) for folder in folders}
-    return sorted((folder for folder in folders if folder != os.sep), key=lambda folder: (-len(folder), folder))

@@ -104,6 +104,9 @@ def _decision(layout: Layout, stack: PlannedStack, name: str, model: MemoryModel
     is_offloaded = any(name in segment.choice.offloaded for segment in _segments(layout, stack))
     action = Action.RECOMPUTE if not num_kept else Action.OFFLOAD if is_offloaded else Action.SAVE
     flops, seconds = _spared(layout, stack, name)
+    flip = flip_of(stack, name, num_kept=num_kept, flops=flops, points=points)
+    if flops and not num_kept and all(_is_none(segment.choice) for segment in _segments(layout, stack)):
+        flops, seconds, flip = 0, 0.0, "no budget: without recomputation, what is made of it is kept"
     coefficient = model.coefficients.get(f"kept {stack.name} {name}")
     return Decision(
         stack=stack.name,
@@ -115,7 +118,7 @@ def _decision(layout: Layout, stack: PlannedStack, name: str, model: MemoryModel
         is_live_at_peak=None if coefficient is None else coefficient > LIVE_PART * prior("kept")[0],
         recompute_flops=flops,
         recompute_s=seconds,
-        flip=flip_of(stack, name, num_kept=num_kept, flops=flops, points=points),
+        flip=flip,
     )
 
 

@@ -32,7 +32,7 @@ def proof_lines(plan: StepPlan) -> tuple[str, ...]:
     if result.host_bytes:
         lines.append(f"besides, {_exact(result.host_bytes)} of host memory")
     if result.predicted_total_bytes is None:
-        lines.append("nothing was predicted: there was no smaller compile to predict from")
+        lines.append("nothing was predicted: that takes a depth option, and a stack of at least 6 layers")
     else:
         lines.append(
             f"predicted before any compile at full depth: {_exact(result.predicted_total_bytes)} "

@@ -37,7 +37,7 @@ def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) ->
 
 def _kept(residual: Residual) -> tuple[str, ...]:
     return (
-        ", ".join(residual.names) or f"{residual.kind} at {residual.source}",
+        ", ".join(residual.names) or f"{residual.kind} at {residual.source}".removesuffix(" at "),
         "x".join(map(str, residual.shape)),
         residual.dtype,
         str(residual.num_layers),

@@ -8,6 +8,7 @@ from typing import Any
 
 from remat_kit import _jax
 from remat_kit.analysis.hlo import FRAMEWORKS
+from remat_kit.files import source_roots
 
 _INSTALLED = sysconfig.get_path("purelib")
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -18,7 +19,7 @@ def source_line(eqn: Any) -> str:
     """The innermost line outside frameworks and remat-kit, else the innermost one; empty when unknown.
 
     Returns:
-        `file:line`, the file relative to the working directory where it lies below it.
+        `file:line`, the file relative to the working directory or Python's search path where it lies below one of them.
     """
     first = ""
     for file, line in _jax.user_frames(eqn):
@@ -39,5 +40,5 @@ def call_site(eqn: Any) -> tuple[Hashable, ...]:
 def _shorten(file: str) -> str:
     if file.startswith(_INSTALLED):
         return os.path.relpath(file, _INSTALLED)
-    relative = os.path.relpath(file)
-    return file if relative.startswith("..") else relative
+    root = next((root for root in source_roots() if file.startswith(root + os.sep)), None)
+    return file if root is None else os.path.relpath(file, root)
