@@ -176,13 +176,16 @@ def read_plan(path: Path) -> PlanFile:
         found = msgspec.convert(data, PlanFile)
     except OSError as error:
         raise PolicyError(f"can't read a plan from {str(path)!r}: {error.strerror}.") from None
-    except (ValueError, msgspec.ValidationError) as error:
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise PolicyError(f"{str(path)!r} is no plan file of remat-kit plan --out: {error}.") from None
     if found.schema != PLAN_SCHEMA:
         raise PolicyError(f"{str(path)!r} has the schema {found.schema!r}; this version reads {PLAN_SCHEMA!r}.")
-    parse_plan(found.plan)
-    for policy in found.wraps.values():
-        parse_policy(policy)
+    try:
+        parse_plan(found.plan)
+        for policy in found.wraps.values():
+            parse_policy(policy)
+    except PolicyError as error:
+        raise PolicyError(f"in the plan file {str(path)!r}: {error}") from None
     _warn_of_versions(found, path)
     return found
 
@@ -192,7 +195,7 @@ def _warn_of_versions(found: PlanFile, path: Path) -> None:
     for name, version in found.versions.items():
         try:
             here = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+        except (importlib.metadata.PackageNotFoundError, ValueError):
             continue  # a compiler that this machine does not need, or no package at all
         if here != version:
             differing.append(f"{name} {version} (here: {here})")
