@@ -84,6 +84,14 @@ def test_a_rule_that_a_later_one_overrules_warns(apply):
         apply(layer, "smaller(1KiB)+dots+smaller(2KiB)")
 
 
+def test_positions_of_arguments_are_numbers():
+    assert float(remat(lambda x, n: x * n, "full", static_argnums=np.int64(1))(jnp.float32(2), 3)) == 6
+    for option in ("static_argnums", "params_argnums"):
+        for given in ("x", None, 1.0):
+            with pytest.raises(ApplyError, match=f"{option}=.*give positions of arguments"):
+                remat(layer, "full", **{option: given})
+
+
 def test_what_can_not_be_wrapped():
     with pytest.raises(ApplyError, match="can't be rematerialized"):
         remat(3, "full")

@@ -7,6 +7,7 @@ In: a call's arguments; out: `Constants`, a hashable record of what stays, and t
 
 import enum
 import inspect
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +88,18 @@ def static_arguments(
         positions=frozenset(position - num_bound for position in {*positions, *placed} if position >= num_bound),
         names=frozenset({*names, *named.values()}),
     )
+
+
+def read_positions(option: str, given: Any) -> tuple[int, ...]:
+    """Positions of arguments, given as one or as several.
+
+    Raises:
+        ApplyError: They are no whole numbers.
+    """
+    try:
+        return (operator.index(given),) if hasattr(given, "__index__") else tuple(map(operator.index, given))
+    except TypeError:
+        raise ApplyError(f"{option}={given!r}: give positions of arguments, like 1 or (1, 2).") from None
 
 
 def split_arguments(

@@ -17,7 +17,14 @@ from typing import Any, TypeVar, assert_never
 
 import jax
 
-from remat_kit.apply.arguments import Constants, StaticArguments, join_arguments, split_arguments, static_arguments
+from remat_kit.apply.arguments import (
+    Constants,
+    StaticArguments,
+    join_arguments,
+    read_positions,
+    split_arguments,
+    static_arguments,
+)
 from remat_kit.apply.checkpoint import FindWeights, checkpoint
 from remat_kit.apply.checks import name_of, warn_of_idle_rules, warn_outside_loops
 from remat_kit.apply.jaxprs import equations_of
@@ -159,9 +166,9 @@ def remat(
         return target
     if not callable(target):
         raise ApplyError(f"{target!r} can't be rematerialized: give a function, or a Linen or NNX module, class or method.")
-    argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    argnums = read_positions("static_argnums", static_argnums)
     argnames = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
-    params = (params_argnums,) if isinstance(params_argnums, int) else tuple(params_argnums)
+    params = read_positions("params_argnums", params_argnums)
     wrapping = Wrapping(policy=found, prevent_cse=prevent_cse, argnums=argnums, argnames=argnames, params_argnums=params)
     if is_wrapped(target):
         warn(f"{target!r} is rematerialized already: wrapped once more, it is recomputed twice and saves nothing more.")
