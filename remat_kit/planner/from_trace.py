@@ -24,11 +24,11 @@ def block_graph(graph: StepGraph, *, num_layers: int, rates: Rates) -> LayerLoop
         Of the loops that run a multiple of `num_layers` times, the one with most FLOPs.
 
     Raises:
-        StepError: There is none.
+        StepError: There is none, or a single layer.
     """
-    loops = [loop for loop in layer_loops(graph, rates=rates) if loop.calls % num_layers == 0]
-    if not loops and num_layers == 1:
+    if num_layers == 1:  # any loop runs a multiple of once
         raise StepError("this stack has 1 layer, and a single layer is no loop: plan with 2 layers or more, or compare policies.")
+    loops = [loop for loop in layer_loops(graph, rates=rates) if loop.calls % num_layers == 0]
     if not loops:
         raise StepError(
             f"no loop over {num_layers} layers keeps values for the backward pass in this step: trace it with policy none, and "

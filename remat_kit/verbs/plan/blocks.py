@@ -105,9 +105,9 @@ def match_loops(stacks: Sequence[Stack], graph: StepGraph, rates: Rates) -> Mapp
         names = [stack.name for stack in stacks if stack.num_layers == num_layers]
         fitting = [loop for loop in free if loop.calls % num_layers == 0]
         heaviest = sorted(fitting, key=_loop_flops, reverse=True)[: len(names)]
+        if num_layers == 1:  # any loop runs a multiple of once
+            raise StepError(f"stack {names[-1]!r} has 1 layer, and a single layer is no loop: plan with 2 layers or more.")
         if len(heaviest) < len(names):
-            if num_layers == 1:
-                raise StepError(f"stack {names[-1]!r} has 1 layer, and a single layer is no loop: plan with 2 layers or more.")
             raise StepError(
                 f"stack {names[-1]!r}: no loop over {num_layers} layers is left that keeps values for the backward pass: run its "
                 "layers with jax.lax.scan, nn.scan or remat_kit.stack."
