@@ -178,7 +178,8 @@ def test_source_lines_are_relative_to_the_search_path_and_unknown_ones_left_out(
     monkeypatch.syspath_prepend(tmp_path)
     kept = next(each for each in residuals(importlib.import_module("somewhere_else").wave, jnp.ones(3)) if each.kind == "cos")
     assert kept.source == "somewhere_else.py:5"
-    stream, both = io.StringIO(), (kept, dataclasses.replace(kept, source=""))
-    report = ResidualReport(findings=(), residuals=both, during_recompute=(), recomputed=())
+    all_three = [dataclasses.replace(kept, source=source) for source in (kept.source, "", f"{'deep/' * 20}x/y.py:7")]
+    report = ResidualReport(findings=(), residuals=tuple(all_three), during_recompute=(), recomputed=())
+    stream = io.StringIO()
     write_residuals(report, Console(file=stream, width=120))
-    assert re.search(r"\n  cos at somewhere_else.py:5 .*\n  cos  ", stream.getvalue())
+    assert re.search(r"\n  cos at somewhere_else.py:5 .*\n  cos  .*\n  cos at …/x/y.py:7 ", stream.getvalue())

@@ -18,6 +18,8 @@ from remat_kit.planner.search import find_plan, plan_stack
 from remat_kit.planner.ways import Change, ways_out
 from remat_kit.planning import Measured, Objective
 from remat_kit.policy import Action
+from remat_kit.report.plan_cells import decision_cells
+from remat_kit.verbs.plan.planned import without_seconds
 
 MiB, GiB = 2**20, 2**30
 LIMITS = Limits()
@@ -260,6 +262,14 @@ def test_a_plan_without_rematerialization_recomputes_nothing():
     assert (rows["full"].num_kept, rows["none"].num_kept) == (0, 0)
     assert (rows["full"].recompute_flops, rows["none"].recompute_flops) == (9, 0)
     assert rows["none"].flip == "no budget: without recomputation, what is made of it is kept"
+
+
+def test_what_is_not_run_again_is_not_called_recomputed_without_rates_either():
+    stacks, compiler = one_stack()
+    result = without_seconds(find_plan(stacks, budget_bytes=14 * GiB, measure=compiler, objective=Objective.FLOPS))
+    cells = {decision.name: decision_cells(decision, num_stacks=1)[3:5] for decision in result.decisions}
+    assert cells["down"] == ("none", "not needed")
+    assert any(cell[1] == "recompute" and cell[0].endswith("FLOP a layer") for cell in cells.values())
 
 
 @pytest.mark.parametrize("total", [10 * GiB, 40 * GiB])

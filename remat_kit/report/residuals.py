@@ -12,6 +12,9 @@ from remat_kit.units import format_bytes, format_scaled
 MOST_RECOMPUTED = 12
 """Rows of the second table: the rest is in the JSON."""
 
+LONGEST_PLACE = 40
+"""Characters of a file and line; of longer ones the last folder is shown."""
+
 _KEPT = ("value", "shape", "dtype", "layers", "bytes", "of it on a device", "where", "kept by")
 _AGAIN = ("operation", "makes", "source", "times", "FLOPs per device", "bytes per device")
 
@@ -37,7 +40,7 @@ def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) ->
 
 def _kept(residual: Residual) -> tuple[str, ...]:
     return (
-        ", ".join(residual.names) or f"{residual.kind} at {residual.source}".removesuffix(" at "),
+        ", ".join(residual.names) or f"{residual.kind} at {_place(residual.source)}".removesuffix(" at "),
         "x".join(map(str, residual.shape)),
         residual.dtype,
         str(residual.num_layers),
@@ -52,8 +55,12 @@ def _again(op: Recomputed) -> tuple[str, ...]:
     return (
         op.kind,
         ", ".join(op.names),
-        op.source,
+        _place(op.source),
         str(op.calls),
         UNAVAILABLE if op.flops is None else format_scaled(op.flops, "FLOP"),
         format_bytes(op.num_bytes),
     )
+
+
+def _place(source: str) -> str:
+    return source if len(source) <= LONGEST_PLACE else "…/" + "/".join(source.split("/")[-2:])

@@ -141,7 +141,7 @@ def plan_in(session: Session, asked: PlanQuestion, *, step: str) -> StepPlan:
     )
     if not result.fits:
         result = dataclasses.replace(result, ways_out=ways_for(session, asked, blocks, plan=result.plan))
-    return _step_plan(session, asked, blocks, result if blocks.time is not None else _without_seconds(result), step=step)
+    return _step_plan(session, asked, blocks, result if blocks.time is not None else without_seconds(result), step=step)
 
 
 def planned_stacks(asked: PlanQuestion, blocks: StepBlocks, objective: Objective) -> list[PlannedStack]:
@@ -189,8 +189,11 @@ def _host_link(asked: PlanQuestion, stack: StackBlocks) -> HostLink | None:
     return HostLink(window_bytes=int(asked.offload * stack.forward_s * asked.target.host_bytes_per_s))
 
 
-def _without_seconds(result: PlanResult) -> PlanResult:
-    decisions = tuple(dataclasses.replace(decision, recompute_s=None) for decision in result.decisions)
+def without_seconds(result: PlanResult) -> PlanResult:
+    """A plan for a target without rates: seconds are unknown, but for those of what is not run again at all, which stay 0."""
+    decisions = tuple(
+        dataclasses.replace(decision, recompute_s=None if decision.recompute_s else 0.0) for decision in result.decisions
+    )
     return dataclasses.replace(result, recompute_s=None, decisions=decisions)
 
 
