@@ -72,6 +72,8 @@ class TracedOp:
         outputs: Numbers of the values it makes.
         phase: Forward, recompute or backward.
         region: Number of the recomputed region that it is in; None outside.
+        after: Number of the hand-made region whose layer's backward pass it is part of; None elsewhere.
+        loop: Number of the innermost loop whose body it is in; None outside.
         scope: Named scopes and transformations around it, outermost first, joined by `/`.
         source: `file:line` of the user's code; empty when unknown.
         code: The same for operations that the same code made, called from the same places, as a recomputation and its original.
@@ -87,6 +89,8 @@ class TracedOp:
     outputs: tuple[int, ...]
     phase: Phase
     region: int | None
+    after: int | None
+    loop: int | None
     scope: str
     source: str
     code: int

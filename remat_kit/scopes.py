@@ -5,12 +5,40 @@ program are both read by them. No JAX: scopes are texts in both.
 """
 
 import re
+from collections.abc import Iterable
 
 FORWARD_SCOPE = "remat_kit.forward"
 RECOMPUTE_SCOPE = "remat_kit.recompute"
 BACKWARD_SCOPE = "remat_kit.backward"
 
 _OURS = re.compile(r"remat_kit\.(forward|recompute|backward)")
+_RULES = re.compile(r"(remat_kit\.(?:recompute|backward))\[([^]]*)]")
+
+
+def with_rules(scope: str, rules: Iterable[object]) -> str:
+    """A scope of ours with the policy written into it that decided what its operations read.
+
+    Example:
+        >>> with_rules(RECOMPUTE_SCOPE, ["save(*/c_fc)", "dots"])
+        'remat_kit.recompute[save(*|c_fc)+dots]'
+    """
+    return f"{scope}[{'+'.join(map(str, rules)).replace('/', '|')}]"
+
+
+def scoped_rules(scope: str) -> tuple[str, ...] | None:
+    """The rules in the innermost scope that has some; None without.
+
+    Example:
+        >>> scoped_rules("remat_kit.backward/remat_kit.recompute[save(*|c_fc)+dots]")
+        ('save(*/c_fc)', 'dots')
+    """
+    found = _RULES.findall(scope)
+    return None if not found else tuple(filter(None, found[-1][1].replace("|", "/").split("+")))
+
+
+def without_rules(scope: str) -> str:
+    """The scopes without the policies in them, whose names are not what the operation is about."""
+    return _RULES.sub(r"\1", scope)
 
 
 def marked_phase(scope: str) -> str | None:

@@ -382,9 +382,24 @@ def test_a_mixed_stack_keeps_of_each_segment_what_its_policy_says():
         return stack(lambda p, x: mlp(x, p), params, x, "full*2 | save(h)*2").sum()
 
     report = residual_report(loss, *STACK)
-    found = [("=".join(r.names) or r.kind, r.shape) for r in report.residuals if r.origin is Origin.OPERATION]
-    assert sorted(found) == [("h", (2, B, F)), ("loop_carry", (2, B, D)), ("loop_carry", (2, B, D))]
+    found = [("=".join(r.names) or r.kind, r.shape, r.rule) for r in report.residuals if r.origin is Origin.OPERATION]
+    assert sorted(found) == [("h", (2, B, F), "save(h)"), *[("loop_carry", (2, B, D), "input")] * 2]
     assert [(op.names, op.calls, op.forward_calls) for op in report.recomputed if op.kind == "dot_general"] == [(("h",), 2, L)]
+
+
+@pytest.mark.parametrize(("plan", "layers"), [("full*1 | save(act)*3", 3), ("save(act)*2 | save(act) + smaller(1)*2", 4)])
+def test_a_mixed_stack_says_what_saved_activations_do_not_prevent(plan, layers):
+    def block(p, x):
+        return x + checkpoint_name(jnp.tanh(jnp.sin(x @ p["up"])), "act") @ p["down"]
+
+    report = residual_report(lambda params, x: stack(block, params, x, plan).sum(), *STACK)
+    (finding,) = report.findings
+    assert (finding.names, finding.bytes_at_stake, finding.flops_at_stake) == (
+        ("act",),
+        layers * B * F * F32,
+        layers * 2 * B * D * F,
+    )
+    assert finding.message.startswith("act is saved" if layers < L else f"act, in {L} layers, is saved")
 
 
 def test_matmuls_of_one_helper_are_told_apart_by_who_calls_it():

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from remat_kit.analysis.hlo import Computation, Frame, HloModule, Instruction
 from remat_kit.analysis.shapes import element_of
+from remat_kit.scopes import without_rules
 
 _NAME = re.compile(r"^ +(ROOT )?%?([\w.\-]+) = ")
 _ARRAY_OPCODE = re.compile(r"(\S+) ([a-z][\w\-]*)\(")
@@ -158,7 +159,7 @@ def _read_instruction(name: str, rest: str, reader: _Reader) -> Instruction:
         operands=() if is_leaf else _operands(inside),
         literal=inside if is_leaf else "",
         attributes=attributes,
-        op_name=op_name[1].replace("\\", "") if op_name else "",
+        op_name=without_rules(op_name[1].replace("\\", "")) if op_name else "",
         frame=reader.frame_of(attributes),
         called=tuple(_called(attributes)),
     )

@@ -26,7 +26,7 @@ from remat_kit.apply.jaxprs import (
     variables,
 )
 from remat_kit.policy import Remat
-from remat_kit.scopes import BACKWARD_SCOPE, RECOMPUTE_SCOPE
+from remat_kit.scopes import BACKWARD_SCOPE, RECOMPUTE_SCOPE, with_rules
 
 # Work that is small against any use of a weight: no reduction, no matrix multiplication, no random bits. `name` and `device_put`
 # are left out on purpose: a policy asks for those values to be kept.
@@ -63,12 +63,14 @@ class Layout:
     """Where each residual of a layer comes from in the backward pass. Compared by identity.
 
     Attributes:
+        rules: The layer's policy.
         treedef: Structure of what `jax.vjp` returned.
         sources: For each residual, the list it is in ("stored", "invariant" or "derived") and its position there.
         invariant: Computes the residuals that are the same for all layers, from the layer's inputs.
         derived: Computes the residuals that cheaply follow from the layer's inputs, the carry not among them.
     """
 
+    rules: Remat | None
     treedef: jax.tree_util.PyTreeDef
     sources: tuple[tuple[str, int], ...]
     invariant: FlatFunction
@@ -107,7 +109,8 @@ def save_layer(layer: Layer, rules: Remat | None, *inputs: Any) -> tuple[Arrays,
     num_own, num_shared = (len(arrays) for arrays in inputs[:2])
     closed = jax.make_jaxpr(forward)(*inputs)
     num_carry, num_outputs = len(layer.carry_wanted), len(layer.outputs_wanted)
-    layout, stored = _lay_out(closed, treedefs[-1], num_own=num_own, num_shared=num_shared, num_results=num_carry + num_outputs)
+    numbers = {"num_own": num_own, "num_shared": num_shared, "num_results": num_carry + num_outputs}
+    layout, stored = _lay_out(closed, treedefs[-1], rules, **numbers)
     is_kept = [True] * (num_carry + num_outputs) + stored
     results = restrict(closed, is_kept)(*jax.tree.leaves(inputs))
     return results[:num_carry], results[num_carry : num_carry + num_outputs], results[num_carry + num_outputs :], layout
@@ -141,7 +144,10 @@ def pull_layer(
     plain = jax.make_jaxpr(inline_checkpoints(traced))(*flat_args)
     first_cotangent = len(flat_args) - len(jax.tree.leaves(cotangents))
     recompute, rest = split_by_dependence(plain, range(first_cotangent, len(flat_args)))
-    results = run_in_scopes(plain, flat_args, ((RECOMPUTE_SCOPE, recompute), (BACKWARD_SCOPE, rest)))
+    scopes = RECOMPUTE_SCOPE, BACKWARD_SCOPE
+    if layout.rules is not None:
+        scopes = with_rules(RECOMPUTE_SCOPE, layout.rules.rules), with_rules(BACKWARD_SCOPE, layout.rules.rules)
+    results = run_in_scopes(plain, flat_args, tuple(zip(scopes, (recompute, rest), strict=True)))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
@@ -157,7 +163,7 @@ def merge(wanted: Sequence[bool], chosen: Sequence[jax.Array], arrays: Sequence[
 
 
 def _lay_out(
-    closed: ClosedJaxpr, treedef: jax.tree_util.PyTreeDef, *, num_own: int, num_shared: int, num_results: int
+    closed: ClosedJaxpr, treedef: jax.tree_util.PyTreeDef, rules: Remat | None, *, num_own: int, num_shared: int, num_results: int
 ) -> tuple[Layout, list[bool]]:
     """Sorts the residuals, which come after the results; says besides which of them are stored."""
     first_carry = num_own + num_shared + 1
@@ -179,6 +185,7 @@ def _lay_out(
     invariant, derived = (restrict(closed, [False] * num_results + is_first[name]) for name in ("invariant", "derived"))
     no_carry: list[None] = [None] * len(carry)
     layout = Layout(
+        rules=rules,
         treedef=treedef,
         sources=tuple(sources),
         invariant=lambda *inputs: invariant(*inputs, *no_carry),

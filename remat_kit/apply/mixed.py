@@ -23,7 +23,10 @@ from remat_kit.apply.jaxprs import Arrays, prune
 from remat_kit.apply.layer_vjp import Layer, Layout, pick, pull_layer, save_layer
 from remat_kit.apply.reverse_mode import reverse_mode_only
 from remat_kit.apply.segments import Groups, Loop, Node, group_length, num_layers_of
-from remat_kit.scopes import BACKWARD_SCOPE, FORWARD_SCOPE, RECOMPUTE_SCOPE
+from remat_kit.scopes import BACKWARD_SCOPE, FORWARD_SCOPE, RECOMPUTE_SCOPE, with_rules
+
+AGAIN = with_rules(RECOMPUTE_SCOPE, ())
+"""Layers of a group run again from its input, all that it keeps."""
 
 FlatLayer: TypeAlias = Callable[[Arrays, Arrays, jax.Array, Arrays], tuple[Arrays, Arrays]]
 
@@ -189,7 +192,7 @@ def _keep_groups(stack: Stack, groups: Groups, start: jax.Array, carry: Arrays) 
     if groups.num_groups == 1:
         return Kept(stored=carry, invariant=[], layout=None)
     others = dataclasses.replace(groups, num_groups=groups.num_groups - 1)
-    last, _, kept = _save_groups(stack, others, start, carry, RECOMPUTE_SCOPE)
+    last, _, kept = _save_groups(stack, others, start, carry, AGAIN)
     before = kept.stored if others.num_groups > 1 else [array[None] for array in kept.stored]
     stored = [jnp.concatenate([some, array[None]]) for some, array in zip(before, last, strict=True)]
     return Kept(stored=stored, invariant=[], layout=None)
@@ -238,9 +241,9 @@ def _pull_groups(
             carry, base, carry_cts = jax.lax.optimization_barrier((carry, base, gradients[0]))
             gradients = carry_cts, *gradients[1:]
         *nodes, last = groups.nodes
-        carry, _, kept_inside = _save_all(stack, tuple(nodes), base, carry, RECOMPUTE_SCOPE)
+        carry, _, kept_inside = _save_all(stack, tuple(nodes), base, carry, AGAIN)
         if isinstance(last, Loop):
-            kept_inside.append(_save_loop(stack, last, base + last.start, carry, RECOMPUTE_SCOPE)[2])
+            kept_inside.append(_save_loop(stack, last, base + last.start, carry, AGAIN)[2])
         else:
             kept_inside.append(_keep_groups(stack, last, base + last.start, carry))
         return _pull_all(stack, groups.nodes, base, kept_inside, gradients, output_cts), None

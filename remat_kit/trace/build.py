@@ -15,6 +15,7 @@ from jax.extend.core import Literal
 from remat_kit import _jax
 from remat_kit.graph import Crossing, Origin, Phase, StepGraph
 from remat_kit.operations import matmul_flops
+from remat_kit.scopes import scoped_rules
 from remat_kit.trace.builder import (
     Builder,
     Ids,
@@ -24,6 +25,7 @@ from remat_kit.trace.builder import (
     add_region,
     add_value,
     constrain,
+    into_loop,
     keep_constant,
     mark_live,
     new_values,
@@ -77,17 +79,40 @@ def visit(builder: Builder, program: Any, inputs: Sequence[int | None], place: P
     for var, constant in zip(jaxpr.constvars, constants, strict=True):
         env[var] = add_value(builder, var.aval, place, origin=Origin.CONSTANT)
         keep_constant(builder, env[var], constant)
-    run: int | None = None  # recomputation that no checkpoint equation delimits (jax_remat3, hand-made loops)
+    last: tuple[int, Phase] | None = None
     for eqn in jaxpr.eqns:
         here = dataclasses.replace(place, scope=_join(place.scope, str(eqn.source_info.name_stack)))
-        if here.region is None and here.phase is Phase.RECOMPUTE:
-            run = add_region(builder, eqn, here) if run is None else run
-            here = dataclasses.replace(here, region=run)
-        elif here.phase is Phase.BACKWARD:
-            run = None
+        if here.region is None and here.after is None:
+            here, last = _among_regions(builder, eqn, here, last)
         results = _visit_eqn(builder, eqn, tuple(_read(env, atom) for atom in eqn.invars), here)
         env.update(zip(eqn.outvars, results, strict=True))
     return tuple(_read(env, atom) for atom in jaxpr.outvars)
+
+
+def _among_regions(
+    builder: Builder, eqn: Any, place: Place, last: tuple[int, Phase] | None
+) -> tuple[Place, tuple[int, Phase] | None]:
+    """Where an equation stands among regions that no checkpoint equation delimits (jax_remat3, hand-made loops).
+
+    Args:
+        builder: The graph so far.
+        eqn: An equation.
+        place: Where it stands.
+        last: The last such region of the program so far, and whether its recomputation or its layer's backward pass came last.
+    """
+    rules = scoped_rules(place.scope)
+    if place.phase is Phase.FORWARD:
+        return place, last
+    if place.phase is Phase.BACKWARD and rules is None:
+        return place, None
+    is_other = last is not None and (builder.regions[last[0]].rules != rules or (last[1], place.phase) == _NEXT)
+    region = add_region(builder, eqn, place) if last is None or is_other else last[0]
+    name = "region" if place.phase is Phase.RECOMPUTE else "after"
+    return dataclasses.replace(place, **{name: region}), (region, place.phase)
+
+
+_NEXT = (Phase.BACKWARD, Phase.RECOMPUTE)
+"""One layer's backward pass is over, and recomputation of the next one begins."""
 
 
 def _visit_eqn(builder: Builder, eqn: Any, inputs: Ids, place: Place) -> Ids:
@@ -128,7 +153,7 @@ def _scan(builder: Builder, eqn: Any, inputs: Ids, place: Place) -> Ids:
     num_consts, num_carry = _jax.scan_counts(eqn.params)
     program = eqn.params["jaxpr"]
     jaxpr, _ = _jax.open_jaxpr(program)
-    inner = dataclasses.replace(place, calls=place.calls * eqn.params["length"])
+    inner = into_loop(builder, place, calls=eqn.params["length"])
     carried = new_values(builder, jaxpr.invars[num_consts : num_consts + num_carry], inner)
     stacks = inputs[num_consts + num_carry :]
     sliced = new_values(builder, jaxpr.invars[num_consts + num_carry :], inner)
@@ -148,9 +173,9 @@ def _while(builder: Builder, eqn: Any, inputs: Ids, place: Place) -> Ids:
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     body, _ = _jax.open_jaxpr(params["body_jaxpr"])
     carried = new_values(builder, body.invars[params["body_nconsts"] :], place)
-    start = len(builder.ops)
-    visit(builder, params["cond_jaxpr"], (*inputs[:first], *carried), place)
-    results = visit(builder, params["body_jaxpr"], (*inputs[first:second], *carried), place)
+    start, inner = len(builder.ops), into_loop(builder, place)
+    visit(builder, params["cond_jaxpr"], (*inputs[:first], *carried), inner)
+    results = visit(builder, params["body_jaxpr"], (*inputs[first:second], *carried), inner)
     if any(op.flops != 0 for op in builder.ops[start:]):
         note = f"The while loop at {source_line(eqn) or 'an unknown line'} has no known trip count: its body counts once."
         builder.notes[note] = None

@@ -14,6 +14,7 @@ import numpy as np
 
 from remat_kit import _jax
 from remat_kit.graph import Crossing, Origin, Phase, TracedOp, TracedRegion, TracedValue
+from remat_kit.scopes import scoped_rules
 from remat_kit.trace.phase import phase_of
 from remat_kit.trace.source import call_site, source_line
 
@@ -36,6 +37,8 @@ class Place:
     Attributes:
         scope: Named scopes and transformations around the program, joined by `/`.
         region: Recomputed region around it.
+        after: Hand-made region whose layer's backward pass it is part of.
+        loop: Innermost loop around it.
         calls: How often the program runs.
         num_shards: Shards that run it side by side, each on arrays of the shapes as written.
         is_manual: Whether a device holds exactly one shard, so that bytes per device are known.
@@ -43,6 +46,8 @@ class Place:
 
     scope: str = ""
     region: int | None = None
+    after: int | None = None
+    loop: int | None = None
     calls: int = 1
     num_shards: int = 1
     is_manual: bool = False
@@ -64,6 +69,7 @@ class Builder:
     constants: dict[int | None, np.ndarray] = field(default_factory=dict)
     codes: dict[tuple[Hashable, ...], int] = field(default_factory=dict)
     num_devices: int = 1
+    num_loops: int = 0
 
 
 def add_value(builder: Builder, aval: Any, place: Place, *, origin: Origin = Origin.OPERATION) -> int:
@@ -125,14 +131,22 @@ def add_crossing(builder: Builder, kind: Crossing, eqn: Any, inputs: Ids, output
 
 def add_region(builder: Builder, eqn: Any, place: Place) -> int:
     """Opens a recomputed region, at its checkpoint equation or at the first operation of a hand-made one."""
-    builder.regions.append(TracedRegion(rules=_rules(eqn), source=source_line(eqn), calls=place.calls, parent=place.region))
+    builder.regions.append(
+        TracedRegion(rules=_rules(eqn, place), source=source_line(eqn), calls=place.calls, parent=place.region)
+    )
     return len(builder.regions) - 1
 
 
-def _rules(eqn: Any) -> tuple[str, ...] | None:
+def into_loop(builder: Builder, place: Place, *, calls: int = 1) -> Place:
+    """Opens the body of a loop that runs so often; of one without a known trip count it counts once."""
+    builder.num_loops += 1
+    return dataclasses.replace(place, loop=builder.num_loops, calls=place.calls * calls)
+
+
+def _rules(eqn: Any, place: Place) -> tuple[str, ...] | None:
     params = _jax.parameters(eqn)
     if "prevent_cse" not in params:
-        return None
+        return scoped_rules(place.scope)
     policy = params["policy"]
     if policy is None:
         return ()
@@ -159,6 +173,8 @@ def add_op(
         outputs=made,
         phase=place.phase,
         region=place.region,
+        after=place.after,
+        loop=place.loop,
         scope=place.scope,
         source=source_line(eqn),
         code=builder.codes.setdefault(call_site(eqn), len(builder.codes)),

@@ -134,13 +134,14 @@ def _device_bytes(graph: StepGraph, links: Links, value: int) -> int | None:
 
 
 def _reading_regions(graph: StepGraph, links: Links, readers: Iterable[TracedOp]) -> tuple[int, ...]:
-    """Regions that read a value, seen through the loops and shards that hand it to them."""
+    """Regions that read a value, or whose layers' backward pass does, seen through loops and shards that hand it to them."""
     found: dict[int, None] = {}
     waiting, seen = list(readers), set()
     while waiting:
         op = waiting.pop()
-        if op.region is not None:
-            found[op.region] = None
+        region = op.after if op.region is None else op.region
+        if region is not None:
+            found[region] = None
         elif op.outputs[0] not in seen and (op.kind == Crossing.LOOP_SLICE or same_value(graph, op)):
             seen.add(op.outputs[0])
             waiting += links.readers.get(op.outputs[0], ())

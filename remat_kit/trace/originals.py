@@ -1,7 +1,7 @@
 """Which operation of the forward pass a recomputed one repeats.
 
 In: a graph and its `Links`. Out: `Originals`. In a loop's body, where code stands once, the code tells. Layers that are unrolled
-run the same code, so there an operation is told by what it reads, back to values that stand before both.
+run the same code in one body, so there an operation is told by what it reads, back to values that stand before both.
 """
 
 from collections import Counter
@@ -20,21 +20,21 @@ class Originals:
     """Index of a graph.
 
     Attributes:
-        num_forward: Code -> how many operations of the forward pass have it.
+        num_forward: Code and loop -> how many operations of the forward pass have that code in the loop's body.
         value: First result of a recomputed operation -> that of the one that it repeats, where what they read tells.
     """
 
-    num_forward: Counter[Code]
+    num_forward: Counter[tuple[Code, int | None]]
     value: dict[int, int]
 
     def repeats(self, op: TracedOp, original: TracedOp, *, code: Code) -> bool:
-        """Whether a recomputed operation repeats an operation of the forward pass that has the same code."""
-        return self.num_forward[code] == 1 or self.value.get(op.outputs[0]) == original.outputs[0]
+        """Whether an operation with the code of another repeats it, in a region that reads what was made of that one."""
+        return self.num_forward[code, original.loop] == 1 or self.value.get(op.outputs[0]) == original.outputs[0]
 
 
 def originals_of(graph: StepGraph, links: Links) -> Originals:
     """Indexes a graph; operations stand after the makers of what they read, so one pass suffices."""
-    num_forward: Counter[Code] = Counter()
+    num_forward: Counter[tuple[Code, int | None]] = Counter()
     same: dict[int, int] = {}
     made: dict[object, tuple[int, ...]] = {}
     for op in graph.ops:
@@ -43,7 +43,7 @@ def originals_of(graph: StepGraph, links: Links) -> Originals:
         code = code_of(graph, op)
         key = (*code, op.name, tuple(same.get(links.root[value], links.root[value]) for value in op.inputs))
         if op.phase is Phase.FORWARD:
-            num_forward[code] += op.is_live
+            num_forward[code, op.loop] += op.is_live
             made.setdefault(key, op.outputs)
         elif key in made:
             same.update(zip(op.outputs, made[key], strict=True))

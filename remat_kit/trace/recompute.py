@@ -64,7 +64,7 @@ def find_faults(graph: StepGraph, links: Links, kept: Sequence[Kept]) -> tuple[F
 
 
 def _by_layer(reruns: Sequence[_Rerun]) -> Iterable[list[_Rerun]]:
-    """Those of one value in all unrolled layers together."""
+    """Those of one value in all unrolled layers, or in all loops over layers, together."""
     texts = [f"{rerun.record.names} {rerun.record.source} {rerun.needed_by}" for rerun in reruns]
     patterns = layer_patterns(dict.fromkeys(texts))
     groups: dict[str, list[_Rerun]] = {}
@@ -85,12 +85,14 @@ def _rerun(graph: StepGraph, links: Links, originals: Originals, kept: Kept) -> 
 
 
 def _saved_but_recomputed(graph: StepGraph, layers: Sequence[_Rerun]) -> Finding:
-    """One finding for the same value of layers that are unrolled."""
+    """One finding for the same value of layers that are unrolled, or in several loops."""
     first = layers[0]
     names = tuple(dict.fromkeys(name for layer in layers for name in layer.record.names))
     sizes = [layer.record.device_bytes for layer in layers]
     name, work = " = ".join(first.record.names), ", ".join(dict.fromkeys(_words(op) for op in first.again))
-    alike = f"like its namesakes in {len(layers) - 1} more" if names != first.record.names else f"in {len(layers)}"
+    num_layers = sum(layer.record.num_layers for layer in layers)
+    num_more = num_layers - first.record.num_layers
+    alike = f"like its namesakes in {num_more} more" if names != first.record.names else f"in {num_layers}"
     like_it = f", {alike} layers," if len(layers) > 1 else ""
     return Finding(
         kind=FindingKind.SAVED_BUT_RECOMPUTED,

@@ -40,5 +40,5 @@ def call_site(eqn: Any) -> tuple[Hashable, ...]:
 def _shorten(file: str) -> str:
     if file.startswith(_INSTALLED):
         return os.path.relpath(file, _INSTALLED)
-    root = next((root for root in source_roots() if file.startswith(root + os.sep)), None)
+    root = next((root for root in (os.getcwd(), *source_roots()) if file.startswith(root + os.sep)), None)
     return file if root is None else os.path.relpath(file, root)
