@@ -11,7 +11,7 @@ from remat_kit.planner.blocks import ValueRow, block_of
 from remat_kit.planner.calibration import calibrate
 from remat_kit.planner.explain import decisions_of, flip_of, kept_layers, parts_of
 from remat_kit.planner.frontier import FrontierPoint, compile_points, frontier, maximize
-from remat_kit.planner.layout import Layout, LayoutSegment, leanest, trimmed, uniform
+from remat_kit.planner.layout import leanest, uniform
 from remat_kit.planner.ledger import Ledger, Limits
 from remat_kit.planner.model import MemoryModel
 from remat_kit.planner.search import find_plan, plan_stack
@@ -93,15 +93,6 @@ def test_modules_one_after_the_other_are_predicted_from_depths_that_stand_for_th
     depths = [entry.depth for entry in result.log if entry.depth is not None]
     assert depths[:3] == [4, 6, 11]
     assert set(depths[3:]) <= ({10, 11} if shallow else {4, 6})
-
-
-@pytest.mark.parametrize(("counts", "depth", "left"), [((10, 2), 11, (9, 2)), ((1, 5, 1), 2, (1, 1, 1)), ((3, 4), 9, (3, 4))])
-def test_a_plan_in_few_layers_less_keeps_its_shape(counts, depth, left):
-    stacks, _ = one_stack(sum(counts))
-    segments = tuple(LayoutSegment(choice=stacks[0].choices[position], num_layers=count) for position, count in enumerate(counts))
-    found = trimmed(Layout(stacks=(("layers", segments),)), depth)
-    assert [segment.num_layers for _, segment in found.segments] == list(left)
-    assert [segment.choice for _, segment in found.segments] == [segment.choice for segment in segments]
 
 
 def test_the_objective_time_uses_the_budget_too():

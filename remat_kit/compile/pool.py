@@ -28,6 +28,8 @@ from remat_kit.units import format_seconds
 _TAIL_LINES = 20
 _LINE_CHARACTERS = 400
 _LAST_WORDS_S = 5.0
+_BEAT_S = 1.0
+"""How long a wait may be in one piece: a Ctrl-C just before it begins is noticed when it ends."""
 
 _ERRORS = {name: found for name, found in vars(errors).items() if isinstance(found, type) and issubclass(found, RematKitError)}
 
@@ -155,9 +157,9 @@ def _exchange(running: _Running, request: dict[str, Any], deadline_s: float | No
         left_s = None if deadline_s is None else deadline_s - time.monotonic()
         if left_s is not None and left_s <= 0:
             raise TimeoutError
-        ready, _, _ = select.select([replies], [], [], left_s)
+        ready, _, _ = select.select([replies], [], [], _BEAT_S if left_s is None else min(left_s, _BEAT_S))
         if not ready:
-            raise TimeoutError
+            continue
         chunk = os.read(replies.fileno(), 1 << 16)
         if not chunk:
             raise EOFError

@@ -1,15 +1,15 @@
 """Small compiles, before any of the whole step: what fixed bytes, layers, names and segments really take on this compiler.
 
 In: a ledger that compiles, the stacks. Out: the ledger's model, calibrated. First the leanest policies and the richest, each at
-two depths (fixed bytes, bytes per layer, what names really take), then policies that are least certain, in loops a last layer
-alone (whose values no loop holds), at last those of the plan itself. A loop is one program at any depth; modules one after the
-other are not: there the line through two depths is checked near the full one, and given up where it does not hold.
+two depths (fixed bytes, bytes per layer, what names really take), then policies that are least certain, a last layer alone (whose
+values no loop holds), at last those of the plan itself. A loop is one program at any depth; modules one after the other are not:
+there the line through two depths is checked near the full one, and given up where it does not hold.
 """
 
 from collections.abc import Sequence
 
 from remat_kit.planner.closure import LayerChoice
-from remat_kit.planner.layout import Layout, LayoutSegment, PlannedStack, last_alone, leanest, shrink, trimmed, uniform
+from remat_kit.planner.layout import Layout, LayoutSegment, PlannedStack, last_alone, leanest, shrink, uniform
 from remat_kit.planner.ledger import Ledger
 from remat_kit.planner.model import MemoryModel, name_features
 from remat_kit.planner.solve import solve, solve_smallest
@@ -50,8 +50,7 @@ def calibrate(
         ledger.observe_small([shrink(rich, low)], depth=low)
     for _ in range(min(ledger.limits.num_probes, max(1, ledger.num_small_left - 2))):
         ledger.observe_small([shrink(_least_certain(ledger.model(), stacks), high)], depth=high)
-    if not any(stack.is_unrolled for stack in stacks):
-        _probe_last_layer(ledger, stacks, rich, depth=high)
+    _probe_last_layer(ledger, stacks, rich, depth=high)
     while ledger.can_measure_small:
         fresh = _variants(ledger, stacks, budget_bytes, (low, high), objective)
         if not fresh:
@@ -120,9 +119,6 @@ def _variants(
     model, (low, high) = ledger.model(), depths
     target = solve(model, stacks, budget_bytes=int(budget_bytes * (1 - FIRST_MARGIN)), objective=objective)
     target = target or solve_smallest(model, stacks, objective=objective)
-    if any(stack.is_unrolled for stack in stacks) and high == max(stack.num_layers for stack in stacks) - 1:
-        small = [(high, trimmed(target, high))]  # no line holds far from the plan
-    else:
-        variants = [(high, 0.0), (high, 1.0), (low, 0.5)] if target.is_mixed else [(high, 0.5), (low, 0.5)]
-        small = [(depth, shrink(target, depth, lean_share=share)) for depth, share in variants]
+    variants = [(high, 0.0), (high, 1.0), (low, 0.5)] if target.is_mixed else [(high, 0.5), (low, 0.5)]
+    small = [(depth, shrink(target, depth, lean_share=share)) for depth, share in variants]
     return [(depth, layout) for depth, layout in small if not ledger.is_known(layout, depth)]

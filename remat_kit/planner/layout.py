@@ -146,20 +146,3 @@ def _shrunk(segments: tuple[LayoutSegment, ...], depth: int, lean_share: float) 
     counts[0] += first
     counts[-1] += spare - first
     return tuple(LayoutSegment(choice=segment.choice, num_layers=count) for segment, count in zip(segments, counts, strict=True))
-
-
-def trimmed(layout: Layout, depth: int) -> Layout:
-    """The same plan in few layers less, which its longest segments go without.
-
-    Args:
-        layout: A plan.
-        depth: Layers of each stack that has more; at least one for each segment is left.
-    """
-    return Layout(stacks=tuple((name, _trimmed(segments, depth)) for name, segments in layout.stacks))
-
-
-def _trimmed(segments: tuple[LayoutSegment, ...], depth: int) -> tuple[LayoutSegment, ...]:
-    counts = [segment.num_layers for segment in segments]
-    while sum(counts) > max(depth, len(counts)):
-        counts[counts.index(max(counts))] -= 1
-    return tuple(LayoutSegment(choice=segment.choice, num_layers=count) for segment, count in zip(segments, counts, strict=True))
