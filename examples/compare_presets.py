@@ -23,10 +23,11 @@ def main(argv: list[str] | None = None) -> None:
     presets = args.only or [name for name in PRESETS if not name.endswith("offloaded")]
     options = dict(each.split("=", 1) for each in args.set)
     compared = remat_kit.compare(args.step, policies=["none", *presets, "full"], targets=[args.target], options=options)
-    for row in sorted(compared.rows, key=lambda row: row.flops or 0):
+    for row in sorted(compared.rows, key=lambda row: (row.flops is None, row.flops)):
         total = row.error or format_bytes(row.total_bytes)
+        again = "not available" if row.recompute_fraction is None else f"{row.recompute_fraction:.1%}"
         summary = PRESETS[row.policy].summary if row.policy in PRESETS else ""
-        print(f"{row.policy:32} {total:>12} {row.recompute_fraction or 0:7.1%}  {summary}{'  <- best' if row.is_best else ''}")
+        print(f"{row.policy:32} {total:>12} {again:>7}  {summary}{'  <- best' if row.is_best else ''}")
 
 
 if __name__ == "__main__":

@@ -53,11 +53,11 @@ class PresetRow:
 
 
 _QKV = (Role.QUERY, Role.KEY, Role.VALUE)
-_MAXTEXT = "MaxText remat_policy={}"
+_MAXTEXT = "MaxText, same name"
 
 
 def _maxtext(name: str, roles: tuple[Role, ...], summary: str, action: Action = Action.SAVE) -> tuple[str, PresetRow]:
-    return name, PresetRow(action=action, roles=roles, summary=summary, source=_MAXTEXT.format(name))
+    return name, PresetRow(action=action, roles=roles, summary=summary, source=_MAXTEXT)
 
 
 PRESETS: Mapping[str, PresetRow] = dict(

@@ -64,7 +64,8 @@ def read_arguments(args: Sequence[str]) -> Arguments:
 
 def _parse(args: Sequence[str], default: Arguments) -> Arguments:
     flat = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
-    return tyro.cli(Arguments, prog="python -m train", args=list(args), default=default, config=flat)
+    what = f"Train a model under a rematerialization policy or a plan. Presets: {', '.join(PRESETS)}."
+    return tyro.cli(Arguments, prog="python -m train", description=what, args=list(args), default=default, config=flat)
 
 
 def _base(first: Arguments) -> TrainConfig:
