@@ -148,7 +148,8 @@ def test_a_slow_answer_in_time_is_no_hang(worker):
 
 
 PARENT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell that ran the tests in the background ignored it
 from remat_kit.compile.pool import Worker
 with Worker(handler="pool_handler:handle") as worker:
     worker.ask({"do": "hang", "file": sys.argv[1]})
