@@ -107,11 +107,11 @@ def is_kernel(op: TracedOp) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedRegion:
-    """Code that is recomputed in the backward pass: one `jax.checkpoint`, a loop's body once.
+    """Code that is recomputed in the backward pass: one `jax.checkpoint`, or a layer of a loop of ours; a loop's body once.
 
     Attributes:
-        rules: Texts of the policy's rules, () = none, so everything is recomputed; None = a policy that is not ours, or a
-            hand-made loop, which shows no policy.
+        rules: Texts of the policy's rules, () = none, so everything is recomputed; None = a policy that is not ours, or
+            recomputation that shows none (jax_remat3).
         source: `file:line` of the user's code.
         calls: How often it is recomputed in a step.
         parent: Number of the region that it is in; None = of none.

@@ -15,14 +15,14 @@ _OURS = re.compile(r"remat_kit\.(forward|recompute|backward)")
 _RULES = re.compile(r"(remat_kit\.(?:recompute|backward))\[([^]]*)]")
 
 
-def with_rules(scope: str, rules: Iterable[object]) -> str:
-    """A scope of ours with the policy written into it that decided what its operations read.
+def with_rules(scope: str, rules: Iterable[object] | None) -> str:
+    """A scope of ours with the policy written into it that decided what its operations read; None = there was none.
 
     Example:
         >>> with_rules(RECOMPUTE_SCOPE, ["save(*/c_fc)", "dots"])
         'remat_kit.recompute[save(*|c_fc)+dots]'
     """
-    return f"{scope}[{'+'.join(map(str, rules)).replace('/', '|')}]"
+    return scope if rules is None else f"{scope}[{'+'.join(map(str, rules)).replace('/', '|')}]"
 
 
 def scoped_rules(scope: str) -> tuple[str, ...] | None:

@@ -63,14 +63,12 @@ class Layout:
     """Where each residual of a layer comes from in the backward pass. Compared by identity.
 
     Attributes:
-        rules: The layer's policy.
         treedef: Structure of what `jax.vjp` returned.
         sources: For each residual, the list it is in ("stored", "invariant" or "derived") and its position there.
         invariant: Computes the residuals that are the same for all layers, from the layer's inputs.
         derived: Computes the residuals that cheaply follow from the layer's inputs, the carry not among them.
     """
 
-    rules: Remat | None
     treedef: jax.tree_util.PyTreeDef
     sources: tuple[tuple[str, int], ...]
     invariant: FlatFunction
@@ -109,20 +107,25 @@ def save_layer(layer: Layer, rules: Remat | None, *inputs: Any) -> tuple[Arrays,
     num_own, num_shared = (len(arrays) for arrays in inputs[:2])
     closed = jax.make_jaxpr(forward)(*inputs)
     num_carry, num_outputs = len(layer.carry_wanted), len(layer.outputs_wanted)
-    numbers = {"num_own": num_own, "num_shared": num_shared, "num_results": num_carry + num_outputs}
-    layout, stored = _lay_out(closed, treedefs[-1], rules, **numbers)
+    layout, stored = _lay_out(closed, treedefs[-1], num_own=num_own, num_shared=num_shared, num_results=num_carry + num_outputs)
     is_kept = [True] * (num_carry + num_outputs) + stored
     results = restrict(closed, is_kept)(*jax.tree.leaves(inputs))
     return results[:num_carry], results[num_carry : num_carry + num_outputs], results[num_carry + num_outputs :], layout
 
 
 def pull_layer(
-    layout: Layout, stored: Arrays, invariant: Arrays, inputs: tuple[Arrays, Arrays, jax.Array], cotangents: tuple[Arrays, Arrays]
+    layout: Layout,
+    rules: Remat | None,
+    stored: Arrays,
+    invariant: Arrays,
+    inputs: tuple[Arrays, Arrays, jax.Array],
+    cotangents: tuple[Arrays, Arrays],
 ) -> tuple[Arrays, Arrays, Arrays]:
     """Runs a layer backward.
 
     Args:
         layout: From `save_layer`.
+        rules: The policy that it was given.
         stored: What it stored for this layer.
         invariant: The residuals that all layers share.
         inputs: `own, shared, index` of this layer.
@@ -144,10 +147,9 @@ def pull_layer(
     plain = jax.make_jaxpr(inline_checkpoints(traced))(*flat_args)
     first_cotangent = len(flat_args) - len(jax.tree.leaves(cotangents))
     recompute, rest = split_by_dependence(plain, range(first_cotangent, len(flat_args)))
-    scopes = RECOMPUTE_SCOPE, BACKWARD_SCOPE
-    if layout.rules is not None:
-        scopes = with_rules(RECOMPUTE_SCOPE, layout.rules.rules), with_rules(BACKWARD_SCOPE, layout.rules.rules)
-    results = run_in_scopes(plain, flat_args, tuple(zip(scopes, (recompute, rest), strict=True)))
+    policy = None if rules is None else rules.rules
+    stages = (with_rules(RECOMPUTE_SCOPE, policy), recompute), (with_rules(BACKWARD_SCOPE, policy), rest)
+    results = run_in_scopes(plain, flat_args, stages)
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
@@ -163,7 +165,7 @@ def merge(wanted: Sequence[bool], chosen: Sequence[jax.Array], arrays: Sequence[
 
 
 def _lay_out(
-    closed: ClosedJaxpr, treedef: jax.tree_util.PyTreeDef, rules: Remat | None, *, num_own: int, num_shared: int, num_results: int
+    closed: ClosedJaxpr, treedef: jax.tree_util.PyTreeDef, *, num_own: int, num_shared: int, num_results: int
 ) -> tuple[Layout, list[bool]]:
     """Sorts the residuals, which come after the results; says besides which of them are stored."""
     first_carry = num_own + num_shared + 1
@@ -185,7 +187,6 @@ def _lay_out(
     invariant, derived = (restrict(closed, [False] * num_results + is_first[name]) for name in ("invariant", "derived"))
     no_carry: list[None] = [None] * len(carry)
     layout = Layout(
-        rules=rules,
         treedef=treedef,
         sources=tuple(sources),
         invariant=lambda *inputs: invariant(*inputs, *no_carry),

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 from flax.core.scope import CollectionFilter, subtract_filters
 
 from remat_kit.apply.arguments import Constants, StaticArguments, join_arguments, split_arguments
 from remat_kit.apply.segments import GroupOption
-from remat_kit.apply.stack import check_layers, split_result, stack
+from remat_kit.apply.stack import flax_inputs, split_result, stack
 from remat_kit.plans import Plan, StackPlan
 from remat_kit.policy import Policy
 
@@ -64,8 +63,7 @@ class LinenStack(nn.Module):
         constants, leaves = split_arguments(args, kwargs, static=StaticArguments(), is_node=lambda _: False)
         assert self.scope is not None
         variables = nn.meta.unbox(dict(self.variables))
-        check_layers(variables, self.num_layers, self.name or type(self).__name__)
-        is_empty = not jax.tree.leaves(variables)  # something has to say how many layers there are
+        params = variables.pop("params", {})
         layer = _Layer(
             block=self.make_block(parent=None),
             constants=constants,
@@ -73,10 +71,10 @@ class LinenStack(nn.Module):
         )
         carry, (outputs, written) = stack(
             layer,
-            variables.pop("params", {}),
+            params,
             x,
             self.plan,
-            xs=(variables, jnp.arange(self.num_layers)) if is_empty else (variables,),
+            xs=flax_inputs(params, variables, self.num_layers, self.name or type(self).__name__),
             consts=leaves,
             key={name: self.make_rng(name) for name in self.rngs if self.has_rng(name)},
             group=self.group,

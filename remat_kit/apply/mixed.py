@@ -223,7 +223,7 @@ def _pull_loop(
             stored, index, shared, carry_cts = jax.lax.optimization_barrier((stored, index, shared, carry_cts))
         cotangents = carry_cts, [_take_cotangent(ct, index) for ct in output_cts]
         inputs = _take(stack.own, index), shared, index
-        own, shared_here, carry_cts = pull_layer(layout, stored, kept.invariant, inputs, cotangents)
+        own, shared_here, carry_cts = pull_layer(layout, loop.rules, stored, kept.invariant, inputs, cotangents)
         own_sum = [_put(sum_, part, index) for sum_, part in zip(own_sum, own, strict=True)]
         shared_sum = [sum_ + part for sum_, part in zip(shared_sum, shared_here, strict=True)]
         return (carry_cts, own_sum, shared_sum), None

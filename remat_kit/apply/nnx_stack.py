@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from remat_kit.apply.arguments import Constants, StaticArguments, join_arguments, split_arguments
 from remat_kit.apply.nnx import variables_of
 from remat_kit.apply.segments import GroupOption
-from remat_kit.apply.stack import as_stack_plan, check_layers, split_result, stack
+from remat_kit.apply.stack import as_stack_plan, flax_inputs, split_result, stack
 from remat_kit.errors import ApplyError, StepError
 from remat_kit.plans import Plan, StackPlan
 from remat_kit.policy import Policy
@@ -90,10 +89,8 @@ class NnxStack(nnx.Module):
         """
         constants, leaves = split_arguments(args, kwargs, static=StaticArguments(), is_node=lambda _: False)
         graphdef, params, others = nnx.split(self.layers, nnx.Param, ...)
-        check_layers((params, others), self.num_layers, type(self).__name__)
         layer = _Layer(block_name=type(self.layers).__name__, graphdef=graphdef, constants=constants)
-        is_empty = not jax.tree.leaves((params, others))  # something has to say how many layers there are
-        xs = (others, jnp.arange(self.num_layers)) if is_empty else (others,)
+        xs = flax_inputs(params, others, self.num_layers, type(self).__name__)
         options = {"xs": xs, "consts": leaves, "group": self.group, "unroll": self.unroll}
         carry, (outputs, written) = stack(layer, params, x, self.plan, **options)
         variables = variables_of(self.layers)

@@ -81,7 +81,7 @@ def stack(
     """
     if unroll < 1:
         raise StepError(f"unroll={unroll}: a loop runs at least 1 layer an iteration.")
-    num_layers = count_layers(params, xs)
+    num_layers = _num_layers(params, xs)
     fitted = as_stack_plan(plan).fit(num_layers)
     own, shared = (params, xs), (consts, key)
     if is_wrapped(block):
@@ -223,12 +223,7 @@ def _strongly_typed(array: Any) -> jax.Array:
     return jax.lax.convert_element_type(array, array.dtype) if getattr(array, "weak_type", False) else array
 
 
-def count_layers(params: Any, xs: Any) -> int:
-    """How many layers stacked arrays hold.
-
-    Raises:
-        StepError: Leading axes differ, or there is no array.
-    """
+def _num_layers(params: Any, xs: Any) -> int:
     lengths = {
         jax.tree_util.keystr(path): jnp.shape(leaf)[:1]
         for name, tree in (("params", params), ("xs", xs))
@@ -247,15 +242,24 @@ def _names_input(plan: StackPlan) -> bool:
     return any(matches(pattern, BLOCK_INPUT) for segment in plan.segments for pattern in patterns(segment.policy))
 
 
-def check_layers(stacked: Any, num_layers: int, what: str) -> None:
-    """Checks that the variables of a Flax stack have its number of layers.
+def flax_inputs(params: Any, others: Any, num_layers: int, name: str) -> tuple[Any, ...]:
+    """The per-layer inputs of a Flax stack: its variables beside the parameters, and for blocks without any variable a number.
+
+    Args:
+        params: Its parameters, stacked.
+        others: Its other variables, stacked.
+        num_layers: Its layers.
+        name: What errors call it.
 
     Raises:
-        StepError: They have another number: those of a deeper or shallower stack.
+        StepError: The variables are those of a deeper or shallower stack.
     """
-    found = count_layers(stacked, None) if jax.tree.leaves(stacked) else num_layers
+    if not jax.tree.leaves((params, others)):  # something has to say how many layers there are
+        return others, jnp.arange(num_layers)
+    found = _num_layers(params, others)
     if found != num_layers:
-        raise StepError(f"{what} has num_layers={num_layers}, and its variables are those of {found} layers.")
+        raise StepError(f"{name} has num_layers={num_layers}, and its variables are those of {found} layers.")
+    return (others,)
 
 
 def _types(tree: Any) -> tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]:

@@ -46,6 +46,9 @@ xla_option = click.option("--xla", "xla", multiple=True, metavar="NAME=VALUE", h
 format_option = click.option(
     "--format", "form", type=click.Choice(["table", "json", "markdown"]), default="table", show_default=True
 )
+report_option = click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), help="File to write instead of standard output."
+)
 no_cache_option = click.option("--no-cache", is_flag=True, help="Neither read nor write compiled results.")
 timeout_option = click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Most seconds for one compile."

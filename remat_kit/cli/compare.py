@@ -20,6 +20,7 @@ from remat_kit.cli.common import (
     pairs,
     patterns,
     policy_for,
+    report_option,
     set_option,
     show_progress,
     targets_file_option,
@@ -46,7 +47,7 @@ from remat_kit.verbs.compare import compare
 @set_option
 @xla_option
 @format_option
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="File to write instead of standard output.")
+@report_option
 @timeout_option
 @no_cache_option
 @targets_file_option

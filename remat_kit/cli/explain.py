@@ -22,6 +22,7 @@ from remat_kit.cli.common import (
     no_cache_option,
     pairs,
     patterns,
+    report_option,
     set_option,
     show_progress,
     targets_file_option,
@@ -66,7 +67,7 @@ class _Side:
 @click.option("--all", "shows_all", is_flag=True, help="Every line of the peak and every finding.")
 @click.option("--fail-over", type=float, metavar="PERCENT", help="With two: exit with 1 when temporaries grow by more than this.")
 @format_option
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="File to write instead of standard output.")
+@report_option
 @timeout_option
 @click.option(
     "--checks",

@@ -26,15 +26,24 @@ def block_graph(graph: StepGraph, *, num_layers: int, rates: Rates) -> LayerLoop
     Raises:
         StepError: There is none, or a single layer.
     """
-    if num_layers == 1:  # any loop runs a multiple of once
-        raise StepError("this stack has 1 layer, and a single layer is no loop: plan with 2 layers or more, or compare policies.")
-    loops = [loop for loop in layer_loops(graph, rates=rates) if loop.calls % num_layers == 0]
+    loops = loops_of(layer_loops(graph, rates=rates), num_layers=num_layers, stack="this stack")
     if not loops:
         raise StepError(
             f"no loop over {num_layers} layers keeps values for the backward pass in this step: trace it with policy none, and "
             "run its layers with jax.lax.scan, nn.scan or remat_kit.stack."
         )
     return max(loops, key=lambda loop: sum(op.flops or 0 for op in loop.block.ops) * loop.calls)
+
+
+def loops_of(loops: Iterable[LayerLoop], *, num_layers: int, stack: str) -> list[LayerLoop]:
+    """The loops that may be a stack's: those that run a multiple of its layers.
+
+    Raises:
+        StepError: It has a single layer: any loop runs a multiple of once.
+    """
+    if num_layers == 1:
+        raise StepError(f"{stack} has 1 layer, and a single layer is no loop: plan with 2 layers or more, or compare policies.")
+    return [loop for loop in loops if loop.calls % num_layers == 0]
 
 
 def layer_loops(graph: StepGraph, *, rates: Rates) -> tuple[LayerLoop, ...]:

@@ -29,6 +29,7 @@ from remat_kit.trace.builder import (
     keep_constant,
     mark_live,
     new_values,
+    rules_of,
 )
 from remat_kit.trace.kernels import is_kernel_call, price_kernel
 from remat_kit.trace.source import source_line
@@ -100,13 +101,13 @@ def _among_regions(
         place: Where it stands.
         last: The last such region of the program so far, and whether its recomputation or its layer's backward pass came last.
     """
-    rules = scoped_rules(place.scope)
     if place.phase is Phase.FORWARD:
         return place, last
+    rules = scoped_rules(place.scope)
     if place.phase is Phase.BACKWARD and rules is None:
         return place, None
     is_other = last is not None and (builder.regions[last[0]].rules != rules or (last[1], place.phase) == _NEXT)
-    region = add_region(builder, eqn, place) if last is None or is_other else last[0]
+    region = add_region(builder, eqn, place, rules) if last is None or is_other else last[0]
     name = "region" if place.phase is Phase.RECOMPUTE else "after"
     return dataclasses.replace(place, **{name: region}), (region, place.phase)
 
@@ -146,7 +147,7 @@ def _into_region(builder: Builder, eqn: Any, place: Place) -> Place:
     """A checkpoint equation of the backward pass opens a region; any other one is only a bracket around its program."""
     if not eqn.params.get("differentiated", False) or "prevent_cse" not in eqn.params or place.phase is not Phase.BACKWARD:
         return place
-    return dataclasses.replace(place, region=add_region(builder, eqn, place))
+    return dataclasses.replace(place, region=add_region(builder, eqn, place, rules_of(eqn)))
 
 
 def _scan(builder: Builder, eqn: Any, inputs: Ids, place: Place) -> Ids:

@@ -14,7 +14,6 @@ import numpy as np
 
 from remat_kit import _jax
 from remat_kit.graph import Crossing, Origin, Phase, TracedOp, TracedRegion, TracedValue
-from remat_kit.scopes import scoped_rules
 from remat_kit.trace.phase import phase_of
 from remat_kit.trace.source import call_site, source_line
 
@@ -129,11 +128,9 @@ def add_crossing(builder: Builder, kind: Crossing, eqn: Any, inputs: Ids, output
     add_op(builder, kind, eqn, inputs, (output,), place, flops=0, name=None)
 
 
-def add_region(builder: Builder, eqn: Any, place: Place) -> int:
+def add_region(builder: Builder, eqn: Any, place: Place, rules: tuple[str, ...] | None) -> int:
     """Opens a recomputed region, at its checkpoint equation or at the first operation of a hand-made one."""
-    builder.regions.append(
-        TracedRegion(rules=_rules(eqn, place), source=source_line(eqn), calls=place.calls, parent=place.region)
-    )
+    builder.regions.append(TracedRegion(rules=rules, source=source_line(eqn), calls=place.calls, parent=place.region))
     return len(builder.regions) - 1
 
 
@@ -143,11 +140,9 @@ def into_loop(builder: Builder, place: Place, *, calls: int = 1) -> Place:
     return dataclasses.replace(place, loop=builder.num_loops, calls=place.calls * calls)
 
 
-def _rules(eqn: Any, place: Place) -> tuple[str, ...] | None:
-    params = _jax.parameters(eqn)
-    if "prevent_cse" not in params:
-        return scoped_rules(place.scope)
-    policy = params["policy"]
+def rules_of(eqn: Any) -> tuple[str, ...] | None:
+    """The rules of a checkpoint equation's policy; () without a policy, None for one that is not ours."""
+    policy = _jax.parameters(eqn)["policy"]
     if policy is None:
         return ()
     return tuple(str(rule) for rule in policy.rules) if isinstance(policy, HasRules) else None

@@ -11,7 +11,7 @@ from remat_kit.apply.paths import PathRule
 from remat_kit.compile.topology import devices_for
 from remat_kit.errors import StepError
 from remat_kit.graph import StepGraph
-from remat_kit.planner.from_trace import LayerLoop, Rates, block_graph, layer_loops
+from remat_kit.planner.from_trace import LayerLoop, Rates, block_graph, layer_loops, loops_of
 from remat_kit.planner.unrolled import unrolled_stacks
 from remat_kit.plans import NO_REMAT
 from remat_kit.step import Knobs, Stack, Step
@@ -103,10 +103,8 @@ def match_loops(stacks: Sequence[Stack], graph: StepGraph, rates: Rates) -> Mapp
     found: dict[str, LayerLoop] = {}
     for num_layers in sorted({stack.num_layers for stack in stacks}, reverse=True):
         names = [stack.name for stack in stacks if stack.num_layers == num_layers]
-        fitting = [loop for loop in free if loop.calls % num_layers == 0]
+        fitting = loops_of(free, num_layers=num_layers, stack=f"stack {names[-1]!r}")
         heaviest = sorted(fitting, key=_loop_flops, reverse=True)[: len(names)]
-        if num_layers == 1:  # any loop runs a multiple of once
-            raise StepError(f"stack {names[-1]!r} has 1 layer, and a single layer is no loop: plan with 2 layers or more.")
         if len(heaviest) < len(names):
             raise StepError(
                 f"stack {names[-1]!r}: no loop over {num_layers} layers is left that keeps values for the backward pass: run its "
